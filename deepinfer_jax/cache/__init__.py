@@ -1,0 +1,1 @@
+"""A request's state between steps: its layout, and the device tree that holds it."""

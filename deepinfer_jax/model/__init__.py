@@ -1,0 +1,1 @@
+"""The DeepSeek-V4.1 model as pure functions over parameter trees, one mechanism a file."""

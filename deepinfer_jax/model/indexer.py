@@ -1,0 +1,126 @@
+"""The indexer: scores compressed entries for every query and selects the few that attention reads.
+
+Model specification, section 7. Index source layers own the queries; the keys belong to the key/value source layer.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.hyper_connections import Taps
+from deepinfer_jax.model.linear import linear, linear_float32
+from deepinfer_jax.model.params import Leaf, Stored, single
+from deepinfer_jax.model.rope import rotation
+from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.source import KeySource, Number
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.quant import round_trip_fp4_32
+from deepinfer_jax.topology import LayerKind
+from pallas_kernels import index_scores, index_selection
+
+
+@struct.dataclass
+class Indexer:
+    """Index queries and their head weights."""
+
+    query: Leaf
+    head_weights: Leaf
+
+    @classmethod
+    def describe(cls, config: ModelConfig, prefix: str) -> Indexer:
+        """``prefix`` is the attention's released prefix, ``layers.N.attn``."""
+        heads = config.index_n_heads
+        return cls(
+            query=single(
+                f"{prefix}.indexer.wq_b.weight",
+                (heads * config.index_head_dim, config.q_lora_rank),
+                ("index_heads", None),
+                Stored.FP8_BLOCKS,
+            ),
+            head_weights=single(f"{prefix}.indexer.weights_proj.weight", (heads, config.hidden_size), (None, None)),
+        )
+
+
+@struct.dataclass
+class Selected:
+    """Selections of all rows, as attention and later index layers read them.
+
+    ``entries``: entry numbers, ascending, -1 in unused places. ``candidates``: block numbers of the candidate source,
+    likewise; without candidate level it has no columns.
+    """
+
+    entries: Int[Array, "rows top_k"]
+    candidates: Int[Array, "rows blocks"]
+
+    @classmethod
+    def empty(cls, rows: int, config: ModelConfig) -> Selected:
+        """Nothing selected: the state before the first index source layer."""
+        blocks = config.candidates.topk_blocks if config.candidates else 0
+        return cls(
+            jnp.full((rows, config.index_topk), -1, jnp.int32),
+            jnp.full((rows, blocks), -1, jnp.int32),
+        )
+
+
+def select(
+    params: Indexer,
+    kind: LayerKind,
+    group: Number,
+    inputs: Float[Array, "rows hidden"],
+    query_latent: Float[Array, "rows q_rank"],
+    selected: Selected,
+    rows: Rows,
+    source: KeySource,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Selected, Taps]:
+    """The selection of an index source layer over the keys of page group ``group``.
+
+    Returns the new selections (candidates renewed where the layer publishes them), and taps ``index_score``
+    ``[rows entries]`` with entries of each row's own tile.
+    """
+    queries = linear(query_latent, params.query).reshape(-1, config.index_n_heads, config.index_head_dim)
+    queries = rotation(config, True, rows.positions).apply(queries)
+    if numerics.index_queries_fp4:
+        queries = round_trip_fp4_32(queries)
+    scale = (config.index_head_dim * config.index_n_heads) ** -0.5
+    weights = (linear_float32(inputs, params.head_weights) * scale).astype(inputs.dtype)
+    visible = rows.visible_entries(kind.ratio)
+    parts, scores = [], []
+    for part, (tiles, tile_rows), starts in rows.tile_starts():
+        tiled = (tiles, tile_rows)
+        keys = source.index_keys(group, kind.ratio, rows, starts)
+        arguments = (queries[part].reshape(*tiled, *queries.shape[1:]), weights[part].reshape(*tiled, -1), keys)
+        chosen = index_selection(
+            *arguments, visible[part].reshape(tiled), **_candidate_arguments(kind, config, selected, part, tiled)
+        )
+        parts.append(
+            Selected(
+                chosen.entries.reshape(tiles * tile_rows, -1),
+                selected.candidates[part]
+                if chosen.candidates is None
+                else chosen.candidates.reshape(tiles * tile_rows, -1),
+            )
+        )
+        scores.append(index_scores(*arguments).reshape(tiles * tile_rows, -1))
+    combined = Selected(
+        jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
+    )
+    return combined, {"index_score": jnp.concatenate(scores)}
+
+
+def _candidate_arguments(
+    kind: LayerKind, config: ModelConfig, selected: Selected, part: slice, tiled: tuple[int, int]
+) -> dict[str, object]:
+    arguments: dict[str, object] = {"top_k": config.index_topk}
+    if config.candidates is None:
+        return arguments
+    if kind.publishes_candidates:
+        arguments |= {"publish_blocks": config.candidates.topk_blocks, "block_size": config.candidates.block_size}
+    if kind.inside_candidates:
+        candidates = selected.candidates[part].reshape(*tiled, -1)
+        arguments |= {"candidates": candidates, "block_size": config.candidates.block_size}
+    return arguments

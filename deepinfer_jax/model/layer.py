@@ -1,0 +1,204 @@
+"""One backbone layer, and the two physical forms of all of them.
+
+*Unrolled*: a tuple of layers, for CPU (no copies of statically indexed weights) and for small models. *Stacked*: the
+layers of each run of a segment stacked along ``[repeats count]`` axes, for scans that keep large compiles small.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.attention import Attention, attend
+from deepinfer_jax.model.hyper_connections import SubLayer, Taps, run_sub_layer
+from deepinfer_jax.model.indexer import Selected
+from deepinfer_jax.model.moe import MixtureOfExperts, mixture_of_experts
+from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.source import KeySource, Number
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.topology import LayerKind, Segment, Topology
+
+
+@struct.dataclass
+class Layer:
+    """Parameters of one layer, of the backbone or of a draft stage."""
+
+    attention_mix: SubLayer
+    attention: Attention
+    feed_forward_mix: SubLayer
+    feed_forward: MixtureOfExperts
+
+    @classmethod
+    def describe(cls, config: ModelConfig, prefix: str, kind: LayerKind, experts: int) -> Layer:
+        """``prefix`` is ``layers.N`` or ``mtp.N``."""
+        return cls(
+            attention_mix=SubLayer.describe(config, prefix, "attn"),
+            attention=Attention.describe(config, f"{prefix}.attn", kind),
+            feed_forward_mix=SubLayer.describe(config, prefix, "ffn"),
+            feed_forward=MixtureOfExperts.describe(config, f"{prefix}.ffn", experts),
+        )
+
+
+@struct.dataclass
+class UnrolledLayers:
+    """All backbone layers in order."""
+
+    layers: tuple[Layer, ...]
+
+
+@struct.dataclass
+class StackedLayers:
+    """All backbone layers as ``segments[segment][run]``, every array with leading ``[repeats count]`` axes."""
+
+    segments: tuple[tuple[Layer, ...], ...]
+
+
+@struct.dataclass
+class Carry:
+    """What one layer hands to the next."""
+
+    streams: Float[Array, "rows streams hidden"]
+    pre: Float[Array, "rows streams"]
+    selected: Selected
+    source: KeySource
+    draft_taps: Float[Array, "targets rows hidden"]  # stream means entering the draft head's target layers
+
+
+@struct.dataclass
+class LayerNumbers:
+    """Where a layer stands: its number, its page group, and its place among the draft taps.
+
+    Python ints in unrolled execution, traced scalars inside a scan. A layer without page group has group 0, a layer that
+    is no draft target has the out-of-range tap number ``targets``.
+    """
+
+    layer: Number
+    group: Number
+    draft_tap: Number
+
+    @classmethod
+    def of(cls, topology: Topology, layer: int, targets: int) -> LayerNumbers:
+        """The numbers of one layer of a schedule."""
+        plan = topology.layers[layer]
+        return cls(layer, plan.group or 0, targets if plan.draft_tap is None else plan.draft_tap)
+
+
+def run_layer(
+    params: Layer,
+    kind: LayerKind,
+    numbers: LayerNumbers,
+    carry: Carry,
+    rows: Rows,
+    config: ModelConfig,
+    numerics: Numerics,
+    experts: str | None = None,
+) -> tuple[Carry, Taps]:
+    """Run one layer: attention, then experts, each inside its hyper-connection.
+
+    ``experts`` names the implementation of the routed experts. Returns the next carry and named intermediates (those
+    of golden README section 2); compiled code drops the ones nobody reads.
+    """
+    draft_taps = _tap(carry, numbers)
+
+    def attention(inputs: Array) -> tuple[Array, tuple[Selected, KeySource, Taps]]:
+        output, *rest = attend(
+            params.attention,
+            kind,
+            numbers.layer,
+            numbers.group,
+            inputs,
+            carry.selected,
+            rows,
+            carry.source,
+            config,
+            numerics,
+        )
+        return output, tuple(rest)
+
+    def feed_forward(inputs: Array) -> tuple[Array, Taps]:
+        return mixture_of_experts(
+            params.feed_forward, inputs, rows.image, rows.valid, config.num_experts_per_tok, config, experts
+        )
+
+    streams, pre, (selected, source, attention_taps), outer = run_sub_layer(
+        params.attention_mix, carry.streams, carry.pre, attention, config
+    )
+    taps = {f"hc_attn_{name}": outer[name] for name in ("pre", "post", "comb")}
+    taps |= {"attn_in": outer["in"], "attn_out": outer["out"], "streams_mid": streams, **attention_taps}
+    if kind.selects:
+        taps["topk_compressed"] = selected.entries
+    if kind.publishes_candidates:
+        taps["candidate_blocks"] = selected.candidates
+    streams, pre, router_taps, outer = run_sub_layer(params.feed_forward_mix, streams, pre, feed_forward, config)
+    taps |= {"ffn_in": outer["in"], "ffn_out": outer["out"], "streams_out": streams, "next_pre_mix": pre, **router_taps}
+    return Carry(streams, pre, selected, source, draft_taps), taps
+
+
+def _tap(carry: Carry, numbers: LayerNumbers) -> Float[Array, "targets rows hidden"]:
+    """Keep the mean over the streams entering a draft target layer; other layers write out of range, which drops it."""
+    if isinstance(numbers.draft_tap, int) and numbers.draft_tap >= carry.draft_taps.shape[0]:
+        return carry.draft_taps
+    mean = carry.streams.astype(jnp.float32).mean(axis=1).astype(carry.draft_taps.dtype)
+    return carry.draft_taps.at[numbers.draft_tap].set(mean, mode="drop")
+
+
+def run_segment(
+    runs: tuple[Layer, ...],
+    segment: Segment,
+    topology: Topology,
+    carry: Carry,
+    rows: Rows,
+    config: ModelConfig,
+    numerics: Numerics,
+    experts: str | None = None,
+) -> Carry:
+    """Run a segment over stacked parameters: a scan over its repeats of a scan over each run."""
+    targets = carry.draft_taps.shape[0]
+
+    def numbers_of(run: int) -> LayerNumbers:
+        layers = [[LayerNumbers.of(topology, layer, targets) for layer in row] for row in segment.run_layers(run)]
+        stacked = jax.tree.map(lambda *leaves: jnp.asarray(leaves, jnp.int32), *[item for row in layers for item in row])
+        return jax.tree.map(lambda leaf: leaf.reshape(len(layers), len(layers[0])), stacked)
+
+    def one_layer(kind: LayerKind, carry: Carry, item: tuple[Layer, LayerNumbers]) -> tuple[Carry, None]:
+        params, numbers = item
+        return run_layer(params, kind, numbers, carry, rows, config, numerics, experts)[0], None
+
+    def one_repeat(carry: Carry, items: tuple[tuple[Layer, LayerNumbers], ...]) -> tuple[Carry, None]:
+        for (kind, _), item in zip(segment.runs, items, strict=True):
+            carry, _ = jax.lax.scan(lambda state, part, kind=kind: one_layer(kind, state, part), carry, item)
+        return carry, None
+
+    items = tuple((params, numbers_of(run)) for run, params in enumerate(runs))
+    return jax.lax.scan(one_repeat, carry, items)[0]
+
+
+def stack_layers(layers: UnrolledLayers, topology: Topology) -> StackedLayers:
+    """The stacked form of unrolled layers; exact."""
+
+    def stacked(segment: Segment, run: int) -> Layer:
+        repeats = [
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *[layers.layers[layer] for layer in row])
+            for row in segment.run_layers(run)
+        ]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *repeats)
+
+    return StackedLayers(
+        tuple(
+            tuple(stacked(segment, run) for run in range(len(segment.runs))) for segment in topology.segments
+        )
+    )
+
+
+def unroll_layers(layers: StackedLayers, topology: Topology) -> UnrolledLayers:
+    """The unrolled form of stacked layers; exact."""
+    unrolled: dict[int, Layer] = {}
+    for segment, runs in zip(topology.segments, layers.segments, strict=True):
+        for run, params in enumerate(runs):
+            for repeat, row in enumerate(segment.run_layers(run)):
+                for place, layer in enumerate(row):
+                    unrolled[layer] = jax.tree.map(lambda leaf, at=(repeat, place): leaf[at], params)
+    return UnrolledLayers(tuple(unrolled[layer] for layer in sorted(unrolled)))

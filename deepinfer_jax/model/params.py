@@ -1,0 +1,160 @@
+"""Parameters, each described once.
+
+A :class:`Parameter` says everything about one array of a parameter tree: shape, logical axes, how the release stores it
+and under which names, and how to draw it at random. Trees of Parameters have the structure of the trees of arrays, so
+abstract shapes, random weights, checkpoint reading, counts and (later) shardings all follow from the same description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from deepinfer_jax.numerics import Numerics
+
+Tree = TypeVar("Tree")
+# A leaf of a parameter tree: an array, an abstract array, a Parameter, or None where a layer lacks the mechanism.
+Leaf = Any
+
+
+class Stored(enum.Enum):
+    """How the released checkpoint stores an array (model specification, 15.2). All but F32 and BF16 carry a scale."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+    FP8_BLOCKS = "fp8 e4m3, one ue8m0 scale per 32 x 32 tile"
+    FP8_ROWS = "fp8 e4m3, one ue8m0 scale per 32 columns of a row"
+    FP4_ROWS = "packed fp4 e2m1, one ue8m0 scale per 32 columns of a row"
+    DERIVED = "not stored: computed from the tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One array of a parameter tree.
+
+    ``shape`` and ``axes`` (logical axis names, or None) describe the array as the model uses it. ``released`` names the
+    checkpoint tensors it is made of: the inner tuple is concatenated along axis 0 (w1 above w3), the outer tuple is
+    stacked along a new leading axis when ``stacked`` (experts). ``init`` is a rule of :func:`draw`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    stored: Stored
+    released: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+    init: str = "normal"
+
+    @property
+    def size(self) -> int:
+        """Number of parameters; 0 for derived arrays, which are not parameters."""
+        return 0 if self.stored is Stored.DERIVED else math.prod(self.shape)
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether each released tensor has a scale tensor beside it."""
+        return self.stored in (Stored.FP8_BLOCKS, Stored.FP8_ROWS, Stored.FP4_ROWS)
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Logical (unpacked) shape of each released tensor."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        parts = len(self.released[0])
+        return (shape[0] // parts, *shape[1:]) if parts > 1 else shape
+
+    def tensor_names(self) -> list[str]:
+        """Every released tensor this parameter reads, scales included."""
+        names = [name for piece in self.released for name in piece]
+        return names + [scale_name(name) for name in names] if self.has_scale else names
+
+    def dtype(self, numerics: Numerics) -> jnp.dtype:
+        """Dtype on the device: what the release keeps in float32 stays so, the rest follows the numerics."""
+        if self.stored is Stored.DERIVED:
+            return jnp.dtype(jnp.int32)
+        return jnp.dtype(jnp.float32) if self.stored is Stored.F32 else numerics.dtype
+
+
+def scale_name(weight_name: str) -> str:
+    """Released name of the scale that belongs to a quantised weight."""
+    return weight_name.removesuffix(".weight") + ".scale"
+
+
+def single(
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    stored: Stored = Stored.BF16,
+    init: str = "normal",
+) -> Parameter:
+    """A parameter that is exactly one released tensor."""
+    return Parameter(shape, axes, stored, ((name,),), init=init)
+
+
+def norm(name: str, width: int, axis: str | None = None) -> Parameter:
+    """An RMSNorm weight."""
+    return single(name, (width,), (axis,), init="norm")
+
+
+def parameters(tree: Any) -> list[Parameter]:
+    """The descriptions of a described tree, in tree order."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_parameter) if _is_parameter(leaf)]
+
+
+def count(tree: Any) -> int:
+    """Number of parameters described by a tree."""
+    return sum(parameter.size for parameter in parameters(tree))
+
+
+def abstract(described: Tree, numerics: Numerics) -> Tree:
+    """The tree of jax.ShapeDtypeStruct that a described tree loads as."""
+    return map_parameters(lambda item: jax.ShapeDtypeStruct(item.shape, item.dtype(numerics)), described)
+
+
+def initialise(described: Tree, key: Array, numerics: Numerics) -> Tree:
+    """Random arrays for a described tree. A parameter's values depend on the key and its position in the tree only."""
+    leaves, structure = jax.tree.flatten(described, is_leaf=_is_parameter)
+    drawn = [draw(item, jax.random.fold_in(key, index), numerics) for index, item in enumerate(leaves)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def map_parameters(function: Any, described: Tree) -> Tree:
+    """Map a function over the Parameters of a described tree."""
+    return jax.tree.map(function, described, is_leaf=_is_parameter)
+
+
+def draw(item: Parameter, key: Array, numerics: Numerics) -> Array:
+    """Draw one parameter by its ``init`` rule, scaled so that activations keep unit size through the layers."""
+    dtype = item.dtype(numerics)
+    if item.init == "token_map":
+        classes, size = item.axes[0], item.shape[0]
+        del classes
+        return jnp.arange(size, dtype=jnp.int32)
+    if item.init == "ones":
+        return jnp.ones(item.shape, dtype)
+    noise = jax.random.normal(key, item.shape, jnp.float32)
+    rules = {
+        "normal": lambda: noise * item.shape[-1] ** -0.5,
+        "unit": lambda: noise,
+        "small": lambda: noise * 0.1,
+        "norm": lambda: 1.0 + 0.1 * noise,
+        "mix_scale": lambda: 0.3 + 0.05 * noise,
+        "mix_base": lambda: _mix_base(item.shape[0]) + 0.1 * noise,
+    }
+    return rules[item.init]().astype(dtype)
+
+
+def _mix_base(mixes: int) -> Array:
+    """Offsets of an mHC mix with ``(2 + M) M`` values: collapse mostly one stream, keep the streams mostly apart."""
+    streams = next(count for count in range(1, mixes) if (2 + count) * count == mixes)
+    pre = jnp.full((streams,), -1.0).at[0].set(1.0)
+    comb = jnp.where(jnp.eye(streams, dtype=bool), 1.5, -1.5).reshape(-1)
+    return jnp.concatenate([pre, jnp.zeros((streams,)), comb])
+
+
+def _is_parameter(item: object) -> bool:
+    return isinstance(item, Parameter)

@@ -1,0 +1,196 @@
+"""The backbone, end to end: embedding, Engram, layers, output head (model specification, section 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.draft import DraftHead
+from deepinfer_jax.model.engram import Engram, compressed_ids, read_memory, table_rows
+from deepinfer_jax.model.hyper_connections import Taps, collapse, initial_streams
+from deepinfer_jax.model.indexer import Selected
+from deepinfer_jax.model.layer import (
+    Carry,
+    Layer,
+    LayerNumbers,
+    StackedLayers,
+    UnrolledLayers,
+    run_layer,
+    run_segment,
+    stack_layers,
+    unroll_layers,
+)
+from deepinfer_jax.model.linear import linear_float32, rms_norm
+from deepinfer_jax.model.params import Leaf, Parameter, Stored, norm, single
+from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.source import KeySource
+from deepinfer_jax.model.vision import Vision
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.topology import Topology, topology
+
+
+@struct.dataclass
+class Model:
+    """All parameters of a checkpoint. Absent features are None or empty."""
+
+    embedding: Leaf
+    head: Leaf
+    norm: Leaf
+    layers: UnrolledLayers | StackedLayers
+    engrams: tuple[Engram, ...]
+    token_map: Leaf  # token id -> compressed id, for Engram; derived from the tokenizer
+    draft: DraftHead | None
+    vision: Vision | None
+
+    @classmethod
+    def describe(cls, config: ModelConfig) -> Model:
+        """The description of every parameter of a configuration, unrolled."""
+        table = (config.vocab_size, config.hidden_size)
+        plans = topology(config).layers
+        engram = config.engram
+        return cls(
+            embedding=single("embed.weight", table, ("vocabulary", None), init="unit"),
+            head=single("head.weight", table, ("vocabulary", None)),
+            norm=norm("norm.weight", config.hidden_size),
+            layers=UnrolledLayers(
+                tuple(
+                    Layer.describe(config, f"layers.{plan.layer}", plan.kind, config.n_routed_experts)
+                    for plan in plans
+                )
+            ),
+            engrams=tuple(Engram.describe(config, memory) for memory in range(len(engram.layer_ids) if engram else 0)),
+            token_map=Parameter((config.vocab_size,), (None,), Stored.DERIVED, (), init="token_map")
+            if engram
+            else None,
+            draft=DraftHead.describe(config) if config.draft else None,
+            vision=Vision.describe(config) if config.vision else None,
+        )
+
+    def stacked(self, config: ModelConfig) -> Model:
+        """The same parameters with stacked layers."""
+        if isinstance(self.layers, StackedLayers):
+            return self
+        return dataclasses.replace(self, layers=stack_layers(self.layers, topology(config)))
+
+    def unrolled(self, config: ModelConfig) -> Model:
+        """The same parameters with unrolled layers."""
+        if isinstance(self.layers, UnrolledLayers):
+            return self
+        return dataclasses.replace(self, layers=unroll_layers(self.layers, topology(config)))
+
+
+@struct.dataclass
+class Output:
+    """Result of a forward pass.
+
+    ``hidden``: final-norm output per row, input of :func:`logits`. ``draft_taps``: per draft target layer, the mean of
+    the streams entering it. ``source``: the successor of the key source. ``taps``: named intermediates.
+    """
+
+    hidden: Float[Array, "rows hidden"]
+    draft_taps: Float[Array, "targets rows hidden"]
+    source: KeySource
+    taps: Taps
+
+
+def forward(
+    params: Model,
+    rows: Rows,
+    source: KeySource,
+    config: ModelConfig,
+    numerics: Numerics,
+    experts: str | None = None,
+) -> Output:
+    """Run the backbone over a step's rows.
+
+    Args:
+      params: parameters in either physical form; stacked ones run as scans.
+      rows: the step's rows.
+      source: where keys of earlier tokens are found; its successor is in the output.
+      config, numerics: static.
+      experts: implementation of the routed experts, see :func:`pallas_kernels.grouped_experts`.
+
+    Returns:
+      The output. Per-layer taps exist in unrolled form only, named as in the golden data; everything unread is dropped
+      by the compiler.
+    """
+    plan = topology(config)
+    embeddings = embed(params, rows, numerics)
+    taps: Taps = {"embed_out": embeddings}
+    columns = None
+    if config.engram is not None:
+        ids = compressed_ids(params.token_map, rows)
+        columns = table_rows(ids, rows, source, params.token_map, config.engram)
+        source = source.store_ids(ids, rows)
+        taps["engram_hash_ids"] = columns
+    streams, pre = initial_streams(embeddings, config.hc_mult)
+    targets = len(config.draft.target_layer_ids) if config.draft else 0
+    count = rows.tokens.shape[0]
+    carry = Carry(
+        streams=streams,
+        pre=pre,
+        selected=Selected.empty(count, config),
+        source=source,
+        draft_taps=jnp.zeros((targets, count, config.hidden_size), numerics.dtype),
+    )
+    for segment_number, segment in enumerate(plan.segments):
+        if segment.engram is not None:
+            assert columns is not None
+            streams, gates = read_memory(
+                params.engrams[segment.engram], carry.streams, columns[:, segment.engram], rows.image, config
+            )
+            carry = carry.replace(streams=streams)
+            name = f"layers.{segment.first_layer}"
+            taps |= {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
+        if isinstance(params.layers, StackedLayers):
+            runs = params.layers.segments[segment_number]
+            carry = run_segment(runs, segment, plan, carry, rows, config, numerics, experts)
+        else:
+            carry, layer_taps = _run_unrolled(
+                params.layers, segment.layers, plan, carry, rows, config, numerics, experts
+            )
+            taps |= layer_taps
+    collapsed = collapse(carry.streams, carry.pre)
+    taps["collapsed"] = collapsed
+    hidden = rms_norm(collapsed, params.norm, config.rms_norm_eps)
+    return Output(hidden, carry.draft_taps, carry.source, taps)
+
+
+def _run_unrolled(
+    layers: UnrolledLayers,
+    numbers: range,
+    plan: Topology,
+    carry: Carry,
+    rows: Rows,
+    config: ModelConfig,
+    numerics: Numerics,
+    experts: str | None,
+) -> tuple[Carry, Taps]:
+    taps: Taps = {}
+    targets = carry.draft_taps.shape[0]
+    for layer in numbers:
+        with jax.named_scope(f"layer_{layer}"):
+            place = LayerNumbers.of(plan, layer, targets)
+            carry, layer_taps = run_layer(
+                layers.layers[layer], plan.layers[layer].kind, place, carry, rows, config, numerics, experts
+            )
+        taps |= {f"layers.{layer}.{name}": value for name, value in layer_taps.items()}
+    return carry, taps
+
+
+def embed(params: Model, rows: Rows, numerics: Numerics) -> Float[Array, "rows hidden"]:
+    """Token embeddings, replaced by image embeddings on image-type rows that bring them."""
+    embeddings = jnp.take(params.embedding, rows.tokens, axis=0, mode="clip").astype(numerics.dtype)
+    if rows.image_embeddings is None:
+        return embeddings
+    return jnp.where(rows.image[:, None], rows.image_embeddings.astype(numerics.dtype), embeddings)
+
+
+def logits(params: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocabulary"]:
+    """Output head, float32."""
+    return linear_float32(hidden, params.head)

@@ -1,0 +1,55 @@
+"""Numerics: the dtype of activations and weights, and every quantisation boundary as a named switch.
+
+The presets are the rows of the design's table. ``f32`` is the reference; ``f32q`` adds the released cache formats as
+round trips and nothing else; ``bf16`` computes in bfloat16 without round trips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from deepinfer_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Static numerics of a forward pass (model specification, sections 0, 15.3 and 15.4).
+
+    ``name``: the preset, or a name of one's own.
+    ``compute``: dtype name of activations, matrix weights and caches; reductions are always float32.
+    ``window_keys_fp8``: window keys round trip fp8 e4m3, groups of 32, after RoPE.
+    ``main_entries_fp4``: compressed entries round trip fp4, groups of 16 with an e4m3 scale, after RoPE.
+    ``index_queries_fp4``, ``index_keys_fp4``: index vectors round trip fp4, groups of 32, after RoPE.
+    """
+
+    name: str
+    compute: str = "float32"
+    window_keys_fp8: bool = False
+    main_entries_fp4: bool = False
+    index_queries_fp4: bool = False
+    index_keys_fp4: bool = False
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return jnp.dtype(self.compute)
+
+    @classmethod
+    def preset(cls, name: str) -> Numerics:
+        """``f32``, ``f32q`` or ``bf16``.
+
+        Raises:
+          InputError: no preset of that name.
+        """
+        for numerics in (F32, F32Q, BF16):
+            if numerics.name == name:
+                return numerics
+        raise InputError("numerics", name, f"one of {', '.join(NUMERICS_NAMES)}")
+
+
+F32 = Numerics("f32")
+F32Q = Numerics("f32q", window_keys_fp8=True, main_entries_fp4=True, index_queries_fp4=True, index_keys_fp4=True)
+BF16 = Numerics("bf16", compute="bfloat16")
+NUMERICS_NAMES = (F32.name, F32Q.name, BF16.name)

@@ -1,0 +1,1 @@
+"""Steps: their shapes, their packed input, and the compiled functions that run them."""

@@ -1,0 +1,29 @@
+"""The operations that deserve a kernel, each with a jnp reference that is its contract.
+
+This package knows nothing of the model: it imports only jax, numpy, jaxtyping and itself. Public ops take
+``implementation=None`` (the default, which runs on every platform) or a name, and refuse what they cannot do.
+"""
+
+from pallas_kernels.attention_partial import EMPTY_MAXIMUM, AttentionPartial, merge_partials
+from pallas_kernels.grouped_experts import clamped_swiglu, grouped_experts
+from pallas_kernels.hyper_connection_mix import Mix, hyper_connection_mix
+from pallas_kernels.index_selection import Selection, candidate_entries, index_scores, index_selection
+from pallas_kernels.sparse_attention import gather_rows, sparse_attention
+from pallas_kernels.window_attention import window_attention
+
+__all__ = [
+    "EMPTY_MAXIMUM",
+    "AttentionPartial",
+    "Mix",
+    "Selection",
+    "candidate_entries",
+    "clamped_swiglu",
+    "gather_rows",
+    "grouped_experts",
+    "hyper_connection_mix",
+    "index_scores",
+    "index_selection",
+    "merge_partials",
+    "sparse_attention",
+    "window_attention",
+]

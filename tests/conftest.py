@@ -1,0 +1,29 @@
+"""Set-up shared by all tests: one CPU device, strict dtypes and ranks, compiled code kept between runs."""
+
+import os
+from pathlib import Path
+
+# Read when jax is imported, here and in the subprocesses that tests start.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis
+import jax
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(REPOSITORY / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# The first example of a property pays for compilation; the same examples run everywhere, campaigns choose their own.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def data_directory() -> Path:
+    """Directory of the golden data kept with the tests."""
+    return REPOSITORY / "tests" / "data"
