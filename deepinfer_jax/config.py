@@ -347,14 +347,20 @@ def _check_sizes(config: ModelConfig) -> None:
     if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > widest:
         _refuse("qk_rope_head_dim", config.qk_rope_head_dim, f"an even number of at most {widest}")
     if config.num_experts_per_tok > config.n_routed_experts:
-        _refuse("num_experts_per_tok", config.num_experts_per_tok, f"at most n_routed_experts {config.n_routed_experts}")
+        _refuse(
+            "num_experts_per_tok", config.num_experts_per_tok, f"at most n_routed_experts {config.n_routed_experts}"
+        )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if not 0 <= getattr(config, key) < config.vocab_size:
             raise ConfigError(key, getattr(config, key), f"an id below vocab_size {config.vocab_size}")
 
 
 def _check_sources(config: ModelConfig) -> None:
-    ratios, kv_sources, index_sources = config.compress_ratios, config.kv_source_layer_ids, config.index_source_layer_ids
+    ratios, kv_sources, index_sources = (
+        config.compress_ratios,
+        config.kv_source_layer_ids,
+        config.index_source_layer_ids,
+    )
     for key, sources in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
         if list(sources) != sorted(set(sources)):
             _refuse(key, sources, "strictly ascending layer ids")
@@ -363,7 +369,9 @@ def _check_sources(config: ModelConfig) -> None:
                 _refuse(key, layer, "a layer id whose compress_ratio is above 0")
     for layer in kv_sources:
         if layer not in index_sources:
-            _refuse("kv_source_layer_ids", layer, f"nested sources: each one also in index_source_layer_ids {index_sources}")
+            _refuse(
+                "kv_source_layer_ids", layer, f"nested sources: each one also in index_source_layer_ids {index_sources}"
+            )
     for layer, ratio in enumerate(ratios):
         if ratio == 0:
             continue

@@ -86,11 +86,20 @@ def normalise(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {**_TOP_LEVEL_DEFAULTS, **raw}
     if "n_layers" in raw and "dim" in raw:
         return _from_vendor(raw)
-    raise ConfigError("text_config", raw.get("text_config"), "the released nesting, or the vendor's flat inference keys")
+    raise ConfigError(
+        "text_config", raw.get("text_config"), "the released nesting, or the vendor's flat inference keys"
+    )
 
 
 def _from_vendor(raw: Mapping[str, Any]) -> dict[str, Any]:
-    consumed = {*_VENDOR_VISION_NAMES, *_VENDOR_YARN_NAMES, "dtype", "expert_dtype", *_TOP_LEVEL_DEFAULTS, "image_token_id"}
+    consumed = {
+        *_VENDOR_VISION_NAMES,
+        *_VENDOR_YARN_NAMES,
+        "dtype",
+        "expert_dtype",
+        *_TOP_LEVEL_DEFAULTS,
+        "image_token_id",
+    }
     text = {_VENDOR_TEXT_NAMES.get(key, key): value for key, value in raw.items() if key not in consumed}
     # The vendor's file leaves out the table length; only a lower bound of it is known there.
     text.setdefault("max_position_embeddings", 1 << 20)

@@ -76,7 +76,7 @@ def _sinkhorn(
     def normalise(values: Array, axis: int) -> Array:
         return values / (values.sum(axis=axis, keepdims=True) + epsilon)
 
-    def both(_: int, values: Array) -> Array:
+    def both(_: Array, values: Array) -> Array:
         return normalise(normalise(values, 2), 1)
 
     rows_done = jax.nn.softmax(logits, axis=2) + epsilon

@@ -103,7 +103,9 @@ def _number(items: Float[Array, "*batch items"]) -> Int[Array, "*batch items"]:
 def _best(scores: Float[Array, "*batch items"], count: int) -> Int[Array, "*batch count"]:
     """Indices of the ``count`` largest scores above -inf, ascending, -1 for none; lower index among equals."""
     items = scores.shape[-1]
-    values, indices = jax.lax.top_k(scores, min(count, items))
+    # top_k orders -0 below 0, but they are equal scores.
+    unsigned = jnp.where(scores == 0.0, 0.0, scores)
+    values, indices = jax.lax.top_k(unsigned, min(count, items))
     found = jnp.sort(jnp.where(values > -jnp.inf, indices.astype(jnp.int32), items), axis=-1)
     found = jnp.where(found < items, found, -1)
     padding = [(0, 0)] * (scores.ndim - 1) + [(0, count - found.shape[-1])]

@@ -1,7 +1,8 @@
 """Where compressed entries lie in the page pools.
 
-A *block* covers ``block_tokens`` consecutive tokens of one request. It is one contiguous run of pool rows that holds the
-entries of every key/value source layer (*group*) for those tokens: group after group, ``block_tokens / ratio`` rows each.
+A *block* covers ``block_tokens`` consecutive tokens of one request. It is one contiguous run of pool rows that holds
+the entries of every key/value source layer (*group*) for those tokens: group after group, ``block_tokens / ratio``
+rows each.
 """
 
 from __future__ import annotations

@@ -78,8 +78,10 @@ def initial_state(
 
 
 def storage_dtype(numerics: Numerics) -> jnp.dtype:
-    """Dtype of the caches. XLA:CPU before JAX 0.11 rewrites a whole bfloat16 buffer for every scattered row, so there
-    bfloat16 is kept as its bits in uint16.
+    """Dtype of the caches.
+
+    XLA:CPU before JAX 0.11 rewrites a whole bfloat16 buffer for every scattered row, so there bfloat16 is kept as its
+    bits in uint16.
     """
     slow_scatter = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
     return jnp.dtype(jnp.uint16) if slow_scatter and numerics.dtype == jnp.bfloat16 else numerics.dtype

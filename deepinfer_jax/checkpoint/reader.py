@@ -65,7 +65,9 @@ def load_model(
     described = Model.describe(config)
     first_missing = coverage(described, files).missing[:1]
     if first_missing:
-        raise CheckpointError(first_missing[0], "missing", f"a tensor in {directory}, as {directory / 'config.json'} asks")
+        raise CheckpointError(
+            first_missing[0], "missing", f"a tensor in {directory}, as {directory / 'config.json'} asks"
+        )
 
     def read(item: Parameter) -> Array:
         if item.stored is Stored.DERIVED:

@@ -71,7 +71,7 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
     )
 
 
-def _canvas(width: float, height: float, config: VisionConfig) -> tuple[int, int]:
+def _canvas(width: int | float, height: int | float, config: VisionConfig) -> tuple[int, int]:
     """Canvas pixels: the size rounded up to whole patches, after enlarging or shrinking it into the limits."""
     patch = config.patch_size
     if config.max_wh_ratio is not None:
@@ -85,7 +85,7 @@ def _canvas(width: float, height: float, config: VisionConfig) -> tuple[int, int
     return _shrunk_canvas(width, height, config)
 
 
-def _shrunk_canvas(width: float, height: float, config: VisionConfig) -> tuple[int, int]:
+def _shrunk_canvas(width: int | float, height: int | float, config: VisionConfig) -> tuple[int, int]:
     """The largest canvas of about the same shape whose tokens stay within ``max_image_tokens``."""
     patch, token_pixels = config.patch_size, config.patch_size * config.downsample_ratio
     aspect = height / width
@@ -108,7 +108,8 @@ def _token_grid(canvas_width: int, canvas_height: int, config: VisionConfig) -> 
 def _resized(width: int, height: int, canvas_width: int, canvas_height: int, config: VisionConfig) -> tuple[int, int]:
     """The largest size of the image's shape inside the canvas, rounded as Pillow's ``ImageOps.contain`` does.
 
-    An image as wide as ``max_wh_ratio`` allows, or so long that its other side would vanish, fills the canvas.
+    An image as wide as ``max_wh_ratio`` allows or wider, or so long that its other side would vanish, is stretched over
+    the whole canvas.
     """
     if config.max_wh_ratio is not None and width >= config.max_wh_ratio * height:
         return canvas_width, canvas_height

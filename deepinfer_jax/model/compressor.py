@@ -1,4 +1,4 @@
-"""The compressor: key/value entries for long-range attention, one per token or per pair of tokens, and their index keys.
+"""The compressor: key/value entries for long-range attention, one per token or pair of tokens, and their index keys.
 
 Model specification, sections 6 and 7.1. Only key/value source layers own one.
 """

@@ -1,7 +1,7 @@
 """The DSpark draft head: a few window-only blocks that draft several tokens at once.
 
 Model specification, section 11. Context keys come from the backbone (stream means entering the target layers); a block
-of one anchor and noise tokens attends them and itself without causal mask; a low-rank Markov term then chains the drafts.
+of one anchor and noise tokens attends them and itself without causal mask; a low-rank Markov term then chains drafts.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def context_keys(
     taps = jnp.moveaxis(draft_taps, 0, 1).reshape(draft_taps.shape[1], -1)
     context = rms_norm(linear(taps, params.main_projection), params.main_norm, config.rms_norm_eps)
     turn = rotation(config, False, rows.positions)
-    return tuple(
-        project_window_keys(stage.attention, context, turn, config, numerics) for stage in params.stages
-    )
+    return tuple(project_window_keys(stage.attention, context, turn, config, numerics) for stage in params.stages)
 
 
 def store_context(
@@ -199,7 +197,12 @@ def _attend_block(
     first = jnp.broadcast_to(jnp.maximum(positions - context + 1, 0)[:, None], (requests, block))
     last = jnp.broadcast_to(jnp.where(positions >= 0, positions + block, -1)[:, None], (requests, block))
     partial = window_attention(
-        queries.reshape(requests, block, *queries.shape[1:]), keys, key_positions, first, last, scale=config.head_dim**-0.5
+        queries.reshape(requests, block, *queries.shape[1:]),
+        keys,
+        key_positions,
+        first,
+        last,
+        scale=config.head_dim**-0.5,
     )
     flat = AttentionPartial(*(leaf.reshape(requests * block, *leaf.shape[2:]) for leaf in partial))
     return project_output(stage.attention, (flat,), turn, config, inputs.dtype)
@@ -234,7 +237,9 @@ def chain_drafts(
     return Drafts(jnp.stack(tokens, 1), jnp.stack(scores, 1), jnp.stack(confidences, 1))
 
 
-def acceptance(confidence: Float[Array, "*batch block"], temperature: Float[Array, " block"]) -> Float[Array, "*batch block"]:
-    """Estimated conditional acceptance of each draft from its raw confidence, with a calibration temperature per place."""
+def acceptance(
+    confidence: Float[Array, "*batch block"], temperature: Float[Array, " block"]
+) -> Float[Array, "*batch block"]:
+    """Estimated conditional acceptance of drafts from raw confidences, with a calibration temperature per place."""
     scaled = confidence / jnp.broadcast_to(temperature, confidence.shape)
     return jax.nn.sigmoid(jnp.clip(scaled, -_LARGEST_CONFIDENCE_LOGIT, _LARGEST_CONFIDENCE_LOGIT))

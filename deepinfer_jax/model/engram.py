@@ -66,8 +66,8 @@ class Engram:
 class HashConstants:
     """Host constants of the hash, per Engram layer.
 
-    ``multipliers`` int64 ``[memories look_back]``; ``primes`` and ``offsets`` int64 ``[memories ngrams heads]``, n-grams
-    from length 2 up.
+    ``multipliers`` int64 ``[memories look_back]``; ``primes`` and ``offsets`` int64 ``[memories ngrams heads]``,
+    n-grams from length 2 up.
     """
 
     multipliers: np.ndarray
@@ -84,20 +84,23 @@ def hash_constants(engram: EngramConfig) -> HashConstants:
     """
     bound = np.iinfo(np.int64).max // engram.compressed_vocab_size // 2
     multipliers = [
-        2 * np.random.default_rng(_SEED_STRIDE * layer).integers(0, bound, size=engram.max_ngram_size, dtype=np.int64) + 1
+        2 * np.random.default_rng(_SEED_STRIDE * layer).integers(0, bound, size=engram.max_ngram_size, dtype=np.int64)
+        + 1
         for layer in engram.layer_ids
     ]
     primes = _primes(engram)
     flat = primes.reshape(len(engram.layer_ids), -1)
     totals = tuple(int(total) for total in flat.sum(axis=1))
     if totals != engram.num_embeddings:
-        raise ConfigError("text_config.engram_num_embeddings", engram.num_embeddings, f"the sums of hash moduli, {totals}")
+        raise ConfigError(
+            "text_config.engram_num_embeddings", engram.num_embeddings, f"the sums of hash moduli, {totals}"
+        )
     offsets = np.cumsum(flat, axis=1) - flat
     return HashConstants(np.stack(multipliers), primes, offsets.reshape(primes.shape))
 
 
 def _primes(engram: EngramConfig) -> np.ndarray:
-    """Distinct primes in (layer, n-gram, head) order; the search of every (layer, n-gram) starts at the vocabulary size."""
+    """Distinct primes in (layer, n-gram, head) order; every (layer, n-gram) searches from the vocabulary size up."""
     used: set[int] = set()
     found = []
     for _ in range(len(engram.layer_ids) * (engram.max_ngram_size - 1)):
@@ -139,8 +142,8 @@ def table_rows(
 def hash_rows(look_back: Int[Array, "rows look_back"], engram: EngramConfig) -> Int[Array, "rows memories columns"]:
     """Table rows of compressed ids, newest first: ``(id_0 m_0 xor .. xor id_n m_n) mod prime + offset``.
 
-    The 63-bit products live as eight bytes each in uint32, and ``mod`` runs byte by byte, which stays below 2^32 because
-    every prime is below 2^24.
+    The 63-bit products live as eight bytes each in uint32, and ``mod`` runs byte by byte, which stays below 2^32
+    because every prime is below 2^24.
     """
     constants = hash_constants(engram)
     products = _product_bytes(look_back.astype(jnp.uint32)[:, None, :], constants.multipliers)
@@ -157,14 +160,10 @@ def hash_rows(look_back: Int[Array, "rows look_back"], engram: EngramConfig) -> 
     return jnp.concatenate(columns, axis=-1)
 
 
-def _product_bytes(
-    ids: Array, multipliers: np.ndarray
-) -> Array:
-    """Bytes, lowest first, of ``ids [rows 1 look_back] * multipliers [memories look_back]``: ``[rows memories look_back 8]``."""
+def _product_bytes(ids: Array, multipliers: np.ndarray) -> Array:
+    """Product bytes, lowest first, ``[rows memories look_back 8]``; ids come as ``[rows 1 look_back]``."""
     id_bytes = [(ids >> jnp.uint32(8 * byte)) & jnp.uint32(255) for byte in range(3)]
-    factor = [
-        jnp.asarray((multipliers >> (8 * byte)) & 255, jnp.uint32)[None] for byte in range(_BYTES)
-    ]
+    factor = [jnp.asarray((multipliers >> (8 * byte)) & 255, jnp.uint32)[None] for byte in range(_BYTES)]
     carry = jnp.zeros(jnp.broadcast_shapes(ids.shape, factor[0].shape), jnp.uint32)
     product = []
     for place in range(_BYTES):

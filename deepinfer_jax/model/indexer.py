@@ -94,33 +94,21 @@ def select(
         tiled = (tiles, tile_rows)
         keys = source.index_keys(group, kind.ratio, rows, starts)
         arguments = (queries[part].reshape(*tiled, *queries.shape[1:]), weights[part].reshape(*tiled, -1), keys)
+        level = config.candidates
         chosen = index_selection(
-            *arguments, visible[part].reshape(tiled), **_candidate_arguments(kind, config, selected, part, tiled)
+            *arguments,
+            visible[part].reshape(tiled),
+            top_k=config.index_topk,
+            block_size=level.block_size if level else 0,
+            publish_blocks=level.topk_blocks if level and kind.publishes_candidates else 0,
+            candidates=selected.candidates[part].reshape(*tiled, -1) if kind.inside_candidates else None,
         )
-        parts.append(
-            Selected(
-                chosen.entries.reshape(tiles * tile_rows, -1),
-                selected.candidates[part]
-                if chosen.candidates is None
-                else chosen.candidates.reshape(tiles * tile_rows, -1),
-            )
-        )
+        published = selected.candidates[part]
+        if chosen.candidates is not None:
+            published = chosen.candidates.reshape(tiles * tile_rows, -1)
+        parts.append(Selected(chosen.entries.reshape(tiles * tile_rows, -1), published))
         scores.append(index_scores(*arguments).reshape(tiles * tile_rows, -1))
     combined = Selected(
         jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
     )
     return combined, {"index_score": jnp.concatenate(scores)}
-
-
-def _candidate_arguments(
-    kind: LayerKind, config: ModelConfig, selected: Selected, part: slice, tiled: tuple[int, int]
-) -> dict[str, object]:
-    arguments: dict[str, object] = {"top_k": config.index_topk}
-    if config.candidates is None:
-        return arguments
-    if kind.publishes_candidates:
-        arguments |= {"publish_blocks": config.candidates.topk_blocks, "block_size": config.candidates.block_size}
-    if kind.inside_candidates:
-        candidates = selected.candidates[part].reshape(*tiled, -1)
-        arguments |= {"candidates": candidates, "block_size": config.candidates.block_size}
-    return arguments

@@ -71,8 +71,8 @@ class Carry:
 class LayerNumbers:
     """Where a layer stands: its number, its page group, and its place among the draft taps.
 
-    Python ints in unrolled execution, traced scalars inside a scan. A layer without page group has group 0, a layer that
-    is no draft target has the out-of-range tap number ``targets``.
+    Python ints in unrolled execution, traced scalars inside a scan. A layer without page group has group 0, a layer
+    that is no draft target has the out-of-range tap number ``targets``.
     """
 
     layer: Number
@@ -104,7 +104,7 @@ def run_layer(
     draft_taps = _tap(carry, numbers)
 
     def attention(inputs: Array) -> tuple[Array, tuple[Selected, KeySource, Taps]]:
-        output, *rest = attend(
+        output, selected, source, taps = attend(
             params.attention,
             kind,
             numbers.layer,
@@ -116,7 +116,7 @@ def run_layer(
             config,
             numerics,
         )
-        return output, tuple(rest)
+        return output, (selected, source, taps)
 
     def feed_forward(inputs: Array) -> tuple[Array, Taps]:
         return mixture_of_experts(
@@ -160,16 +160,19 @@ def run_segment(
 
     def numbers_of(run: int) -> LayerNumbers:
         layers = [[LayerNumbers.of(topology, layer, targets) for layer in row] for row in segment.run_layers(run)]
-        stacked = jax.tree.map(lambda *leaves: jnp.asarray(leaves, jnp.int32), *[item for row in layers for item in row])
+        stacked = jax.tree.map(
+            lambda *leaves: jnp.asarray(leaves, jnp.int32), *[item for row in layers for item in row]
+        )
         return jax.tree.map(lambda leaf: leaf.reshape(len(layers), len(layers[0])), stacked)
-
-    def one_layer(kind: LayerKind, carry: Carry, item: tuple[Layer, LayerNumbers]) -> tuple[Carry, None]:
-        params, numbers = item
-        return run_layer(params, kind, numbers, carry, rows, config, numerics, experts)[0], None
 
     def one_repeat(carry: Carry, items: tuple[tuple[Layer, LayerNumbers], ...]) -> tuple[Carry, None]:
         for (kind, _), item in zip(segment.runs, items, strict=True):
-            carry, _ = jax.lax.scan(lambda state, part, kind=kind: one_layer(kind, state, part), carry, item)
+
+            def one_layer(carry: Carry, item: tuple[Layer, LayerNumbers], kind: LayerKind = kind) -> tuple[Carry, None]:
+                params, numbers = item
+                return run_layer(params, kind, numbers, carry, rows, config, numerics, experts)[0], None
+
+            carry, _ = jax.lax.scan(one_layer, carry, item)
         return carry, None
 
     items = tuple((params, numbers_of(run)) for run, params in enumerate(runs))
@@ -187,9 +190,7 @@ def stack_layers(layers: UnrolledLayers, topology: Topology) -> StackedLayers:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *repeats)
 
     return StackedLayers(
-        tuple(
-            tuple(stacked(segment, run) for run in range(len(segment.runs))) for segment in topology.segments
-        )
+        tuple(tuple(stacked(segment, run) for run in range(len(segment.runs))) for segment in topology.segments)
     )
 
 

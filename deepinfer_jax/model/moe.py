@@ -61,9 +61,7 @@ class MixtureOfExperts:
                 stored=Stored.FP8_BLOCKS,
                 released=((f"{prefix}.shared_experts.w1.weight", f"{prefix}.shared_experts.w3.weight"),),
             ),
-            shared_down=single(
-                f"{prefix}.shared_experts.w2.weight", (hidden, width), (None, None), Stored.FP8_BLOCKS
-            ),
+            shared_down=single(f"{prefix}.shared_experts.w2.weight", (hidden, width), (None, None), Stored.FP8_BLOCKS),
         )
 
 

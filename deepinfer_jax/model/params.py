@@ -49,6 +49,7 @@ class Parameter:
     released: tuple[tuple[str, ...], ...]
     stacked: bool = False
     init: str = "normal"
+    classes: int = 0  # of a derived map: its values lie below this
 
     @property
     def size(self) -> int:
@@ -130,12 +131,8 @@ def map_parameters(function: Any, described: Tree) -> Tree:
 def draw(item: Parameter, key: Array, numerics: Numerics) -> Array:
     """Draw one parameter by its ``init`` rule, scaled so that activations keep unit size through the layers."""
     dtype = item.dtype(numerics)
-    if item.init == "token_map":
-        classes, size = item.axes[0], item.shape[0]
-        del classes
-        return jnp.arange(size, dtype=jnp.int32)
-    if item.init == "ones":
-        return jnp.ones(item.shape, dtype)
+    if item.stored is Stored.DERIVED:
+        return jnp.arange(item.shape[0], dtype=dtype) % item.classes
     noise = jax.random.normal(key, item.shape, jnp.float32)
     rules = {
         "normal": lambda: noise * item.shape[-1] ** -0.5,

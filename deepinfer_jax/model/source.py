@@ -8,7 +8,8 @@ request's first row, plus the step's own rows; rings are written after the layer
 
 from __future__ import annotations
 
-from typing import Protocol
+import dataclasses
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import struct
@@ -43,7 +44,9 @@ class KeySource(Protocol):
     def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> KeySource:
         """Keep the entries and index keys that rows completed; rows that complete none are ignored."""
 
-    def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Float[Array, "tiles entries index_dim"]:
+    def index_keys(
+        self, group: Number, ratio: int, rows: Rows, request: Array
+    ) -> Float[Array, "tiles entries index_dim"]:
         """Index keys of each tile's request, in entry order; beyond the visible ones anything."""
 
     def entry_rows(
@@ -91,11 +94,9 @@ class SequenceSource:
         del group, values, rows
         return self
 
-    def store_entries(
-        self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows
-    ) -> SequenceSource:
+    def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> SequenceSource:
         del group, ratio, rows
-        return self.replace(entries=entries, keys=index_keys)
+        return dataclasses.replace(self, entries=entries, keys=index_keys)
 
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Array:
         del group
@@ -139,7 +140,7 @@ class PagedSource:
         window = self.state.window
         slots, places = self._ring_places(rows, window.shape[1], window.shape[2])
         stored = window.at[layer, slots, places].set(encode(keys, window.dtype), mode="drop")
-        return self.replace(state=self.state.replace(window=stored))
+        return self._with(window=stored)
 
     def previous(self, group: Number, values: Array, rows: Rows) -> Array:
         pending = self.state.pending
@@ -151,18 +152,16 @@ class PagedSource:
         pending = self.state.pending
         slots, places = self._ring_places(rows, pending.shape[1], pending.shape[2])
         stored = pending.at[group, slots, places].set(values, mode="drop")
-        return self.replace(state=self.state.replace(pending=stored))
+        return self._with(pending=stored)
 
     def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> PagedSource:
         state = self.state
         completes = rows.valid & ((rows.positions + 1) % ratio == 0)
         target = self._pool_rows(group, ratio, rows.slots[:, None], (rows.positions // ratio)[:, None])[:, 0]
         target = jnp.where(completes, target, state.main.shape[0])
-        return self.replace(
-            state=state.replace(
-                main=state.main.at[target].set(encode(entries, state.main.dtype), mode="drop"),
-                index=state.index.at[target].set(encode(index_keys, state.index.dtype), mode="drop"),
-            )
+        return self._with(
+            main=state.main.at[target].set(encode(entries, state.main.dtype), mode="drop"),
+            index=state.index.at[target].set(encode(index_keys, state.index.dtype), mode="drop"),
         )
 
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Array:
@@ -186,7 +185,10 @@ class PagedSource:
     def store_ids(self, ids: Array, rows: Rows) -> PagedSource:
         history = self.state.history
         slots, places = self._ring_places(rows, *history.shape)
-        return self.replace(state=self.state.replace(history=history.at[slots, places].set(ids, mode="drop")))
+        return self._with(history=history.at[slots, places].set(ids, mode="drop"))
+
+    def _with(self, **arrays: Any) -> PagedSource:
+        return dataclasses.replace(self, state=dataclasses.replace(self.state, **arrays))
 
     def _pool_rows(self, group: Number, ratio: int, slots: Array, entries: Array) -> Array:
         layout = self.state.layout

@@ -59,12 +59,11 @@ class Model:
             norm=norm("norm.weight", config.hidden_size),
             layers=UnrolledLayers(
                 tuple(
-                    Layer.describe(config, f"layers.{plan.layer}", plan.kind, config.n_routed_experts)
-                    for plan in plans
+                    Layer.describe(config, f"layers.{plan.layer}", plan.kind, config.n_routed_experts) for plan in plans
                 )
             ),
             engrams=tuple(Engram.describe(config, memory) for memory in range(len(engram.layer_ids) if engram else 0)),
-            token_map=Parameter((config.vocab_size,), (None,), Stored.DERIVED, (), init="token_map")
+            token_map=Parameter((config.vocab_size,), (None,), Stored.DERIVED, (), classes=engram.compressed_vocab_size)
             if engram
             else None,
             draft=DraftHead.describe(config) if config.draft else None,
@@ -144,7 +143,7 @@ def forward(
             streams, gates = read_memory(
                 params.engrams[segment.engram], carry.streams, columns[:, segment.engram], rows.image, config
             )
-            carry = carry.replace(streams=streams)
+            carry = dataclasses.replace(carry, streams=streams)
             name = f"layers.{segment.first_layer}"
             taps |= {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
         if isinstance(params.layers, StackedLayers):

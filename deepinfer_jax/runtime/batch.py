@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -65,8 +66,15 @@ class Batch:
 
     def to_rows(self) -> Rows:
         """The model's view of the batch."""
+        embeddings = self.image_embeddings
         return Rows.of(
-            self.tokens, self.slots, self.positions, self.tiles, self.floors, self.image, self.image_embeddings
+            jnp.asarray(self.tokens),
+            jnp.asarray(self.slots),
+            jnp.asarray(self.positions),
+            self.tiles,
+            jnp.asarray(self.floors),
+            jnp.asarray(self.image),
+            None if embeddings is None else jnp.asarray(embeddings),
         )
 
 
