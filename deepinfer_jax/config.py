@@ -330,6 +330,7 @@ def _check(config: ModelConfig) -> None:
     _check_candidates(config)
     _check_engram(config)
     _check_draft(config)
+    _check_vision(config.vision)
 
 
 def _refuse(key: str, value: object, accepted: str) -> None:
@@ -426,3 +427,18 @@ def _check_draft(config: ModelConfig) -> None:
         _refuse("dspark_num_experts_per_tok", draft.num_experts_per_tok, accepted)
     if not 0 <= draft.noise_token_id < config.vocab_size:
         _refuse("dspark_noise_token_id", draft.noise_token_id, f"an id below vocab_size {config.vocab_size}")
+
+
+def _check_vision(vision: VisionConfig | None) -> None:
+    if vision is None:
+        return
+    for field in dataclasses.fields(vision):
+        value = getattr(vision, field.name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"vision_config.{field.name}", value, "a value above 0")
+    # Two-dimensional RoPE turns half of the head by rows and half by columns, in pairs.
+    multiple = 4 * vision.num_attention_heads
+    if vision.hidden_size % multiple:
+        raise ConfigError("vision_config.hidden_size", vision.hidden_size, f"a multiple of 4 x heads, {multiple}")
+    if vision.max_image_tokens < 4:
+        raise ConfigError("vision_config.max_image_tokens", vision.max_image_tokens, "4 or more: the smallest span")

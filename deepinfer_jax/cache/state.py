@@ -26,9 +26,9 @@ class State:
 
     main: Shaped[Array, "pool_rows head_dim"]  # compressed key/value entries
     index: Shaped[Array, "pool_rows index_dim"]  # index keys, same rows
-    window: Shaped[Array, "layers slots ring head_dim"]  # window keys: backbone layers, then draft stages
-    pending: Float[Array, "groups slots ring double_dim"]  # compressor value and gate of recent tokens, float32
-    history: Int[Array, "slots ring"]  # compressed token ids of recent tokens, for Engram; -1 is image-type
+    window: Shaped[Array, "layers slots window_ring head_dim"]  # window keys: backbone layers, then draft stages
+    pending: Float[Array, "groups slots pending_ring double_dim"]  # compressor value and gate of recent tokens, float32
+    history: Int[Array, "slots history_ring"]  # compressed token ids of recent tokens, for Engram; -1 is image-type
     layout: PageLayout = struct.field(pytree_node=False)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from deepinfer_jax.config import EngramConfig, ModelConfig
+from deepinfer_jax.config import ENGRAM_VOCABULARY_LIMIT, EngramConfig, ModelConfig
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.linear import linear
 from deepinfer_jax.model.params import Leaf, Stored, single
@@ -80,7 +80,7 @@ def hash_constants(engram: EngramConfig) -> HashConstants:
     """Multipliers, moduli and row offsets of a configuration (model specification, 10.2).
 
     Raises:
-      ConfigError: ``engram_num_embeddings`` is not the sum of the derived moduli.
+      ConfigError: ``engram_num_embeddings`` is not the sum of the derived moduli, or a modulus is too large for uint32.
     """
     bound = np.iinfo(np.int64).max // engram.compressed_vocab_size // 2
     multipliers = [
@@ -89,6 +89,9 @@ def hash_constants(engram: EngramConfig) -> HashConstants:
         for layer in engram.layer_ids
     ]
     primes = _primes(engram)
+    if primes.max() >= ENGRAM_VOCABULARY_LIMIT:
+        accepted = f"followed by {primes.size} primes below {ENGRAM_VOCABULARY_LIMIT}, for hashing in uint32"
+        raise ConfigError("text_config.engram_vocab_size", engram.vocab_size, accepted)
     flat = primes.reshape(len(engram.layer_ids), -1)
     totals = tuple(int(total) for total in flat.sum(axis=1))
     if totals != engram.num_embeddings:

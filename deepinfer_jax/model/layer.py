@@ -16,8 +16,9 @@ from deepinfer_jax.model.attention import Attention, attend
 from deepinfer_jax.model.hyper_connections import SubLayer, Taps, run_sub_layer
 from deepinfer_jax.model.indexer import Selected
 from deepinfer_jax.model.moe import MixtureOfExperts, mixture_of_experts
+from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.rows import Rows
-from deepinfer_jax.model.source import KeySource, Number
+from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.topology import LayerKind, Segment, Topology
 
@@ -71,13 +72,13 @@ class Carry:
 class LayerNumbers:
     """Where a layer stands: its number, its page group, and its place among the draft taps.
 
-    Python ints in unrolled execution, traced scalars inside a scan. A layer without page group has group 0, a layer
+    Python ints in unrolled execution, traced scalars inside a scan, arrays over the layers of a run around it. A layer without page group has group 0, a layer
     that is no draft target has the out-of-range tap number ``targets``.
     """
 
-    layer: Number
-    group: Number
-    draft_tap: Number
+    layer: Leaf
+    group: Leaf
+    draft_tap: Leaf
 
     @classmethod
     def of(cls, topology: Topology, layer: int, targets: int) -> LayerNumbers:
@@ -159,11 +160,10 @@ def run_segment(
     targets = carry.draft_taps.shape[0]
 
     def numbers_of(run: int) -> LayerNumbers:
-        layers = [[LayerNumbers.of(topology, layer, targets) for layer in row] for row in segment.run_layers(run)]
-        stacked = jax.tree.map(
-            lambda *leaves: jnp.asarray(leaves, jnp.int32), *[item for row in layers for item in row]
-        )
-        return jax.tree.map(lambda leaf: leaf.reshape(len(layers), len(layers[0])), stacked)
+        layers = segment.run_layers(run)
+        numbers = [LayerNumbers.of(topology, layer, targets) for row in layers for layer in row]
+        shape = (len(layers), len(layers[0]))
+        return jax.tree.map(lambda *leaves: jnp.asarray(leaves, jnp.int32).reshape(shape), *numbers)
 
     def one_repeat(carry: Carry, items: tuple[tuple[Layer, LayerNumbers], ...]) -> tuple[Carry, None]:
         for (kind, _), item in zip(segment.runs, items, strict=True):

@@ -9,7 +9,7 @@ request's first row, plus the step's own rows; rings are written after the layer
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -24,6 +24,7 @@ Number = int | Int[Array, ""]
 NO_TOKEN = -2
 
 
+@runtime_checkable
 class KeySource(Protocol):
     """What layers ask of a source. Methods that store return the successor; nothing is changed in place."""
 

@@ -1,0 +1,86 @@
+"""The ``deepinfer-jax`` command: finds its subcommands, and turns errors into sentences and exit codes.
+
+Subcommands are the click commands of the entry-point group ``deepinfer_jax.commands``, so that other packages add their
+own. The library's own subcommands are there in any case: ``python -m deepinfer_jax.cli`` works from a source tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+import click
+
+from deepinfer_jax import __version__
+from deepinfer_jax.errors import DeepInferError
+
+COMMAND_GROUP = "deepinfer_jax.commands"
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {name: f"deepinfer_jax.commands.{name}:command" for name in ("generate", "inspect", "logits")}
+)
+# What a shell reports for a program that ended by SIGINT: 128 + 2.
+INTERRUPTED = 130
+
+EPILOG = """
+\b
+Examples:
+  deepinfer-jax inspect --preset v4.1-flash
+  deepinfer-jax inspect --model MODEL --json
+  deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --max-tokens 64
+  deepinfer-jax logits --model MODEL --token-ids 0,17,25 --out logits.npz
+
+\b
+Exit codes:
+  0    done
+  1    the output could not be written
+  2    an option, a prompt or a file of the request is not accepted
+  3    the model's configuration is not accepted
+  4    the checkpoint is incomplete or does not fit its configuration
+  130  interrupted
+
+`deepinfer-jax COMMAND --help` explains a command.
+"""
+
+
+def command_entries() -> dict[str, EntryPoint]:
+    """Every subcommand by name, not yet imported; installed entry points win over the built-in ones."""
+    built_in = {name: EntryPoint(name, place, COMMAND_GROUP) for name, place in BUILT_IN.items()}
+    return built_in | {entry.name: entry for entry in entry_points(group=COMMAND_GROUP)}
+
+
+class CommandGroup(click.Group):
+    """The subcommands found by :func:`command_entries`, imported when they are used or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return sorted(command_entries())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        entry = command_entries().get(cmd_name)
+        if entry is None:
+            return None
+        loaded: click.Command = entry.load()
+        return loaded
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the subcommand; a refused value ends it with one sentence and the exit code of the error's kind."""
+        try:
+            return super().invoke(ctx)
+        except DeepInferError as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = error.exit_code
+            raise failure from error
+        except KeyboardInterrupt:
+            return ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=CommandGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="deepinfer-jax")
+def main() -> None:
+    """Inference for DeepSeek-V4.1-Flash and models of its architecture, in JAX/XLA."""
+
+
+if __name__ == "__main__":
+    main()
