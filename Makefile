@@ -5,7 +5,7 @@ PYTHON ?=
 ARGUMENTS ?=
 
 DEMO_MODEL := tests/data/tiny-a/quant
-DEMO_TOKEN_IDS := 80,30,342,43,187,261,131,431,422,44,453,266,415,365,56,91
+DEMO_PROMPT := The lighthouse
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint mutants clean
@@ -83,14 +83,12 @@ help: ## list the targets
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
 	@echo "  ARGUMENTS=... is passed on to pytest or to the mutation run."
 
-demo: ## generate tokens with a tiny model
+demo: ## generate text with a tiny model
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
-	echo "A tiny model of the released architecture, read from the released checkpoint format, continues a prompt of 16 token ids"; \
-	echo "with 48 more. Its weights are random, so the ids mean nothing; the path that computes them is the real one."; \
+	echo "This miniature checkpoint has random weights, so its text is noise: what you see is the whole path, from released files to text."; \
 	echo; \
-	set -- deepinfer-jax generate --model $(DEMO_MODEL) --token-ids $(DEMO_TOKEN_IDS) --max-tokens 48 --temperature 0 --seed 0; \
-	echo "$$ $$*"; \
-	"$$environment/bin/$$@"
+	echo "$$ deepinfer-jax generate --model $(DEMO_MODEL) --prompt '$(DEMO_PROMPT)' --max-tokens 48 --temperature 0"; \
+	"$$environment/bin/deepinfer-jax" generate --model $(DEMO_MODEL) --prompt '$(DEMO_PROMPT)' --max-tokens 48 --temperature 0
 
 test: ## check the style and run the tests with the newest supported Python found
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \

@@ -33,13 +33,13 @@ Examples:
 \b
 Exit codes:
   0    done
-  1    the output could not be written
+  1    a file could not be read or written
   2    an option, a prompt or a file of the request is not accepted
   3    the model's configuration is not accepted
   4    the checkpoint is incomplete or does not fit its configuration
   130  interrupted
 
-`deepinfer-jax COMMAND --help` explains a command.
+Every command has a --help of its own.
 """
 
 
@@ -69,9 +69,14 @@ class CommandGroup(click.Group):
         try:
             return super().invoke(ctx)
         except DeepInferError as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            click.echo(f"Error: {error}", err=True)
+            return ctx.exit(error.exit_code)
+        except OSError as error:
+            # Without a file name it is a closed pipe, which click ends without a word.
+            if error.filename is None:
+                raise
+            click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
+            return ctx.exit(1)
         except KeyboardInterrupt:
             return ctx.exit(INTERRUPTED)
 

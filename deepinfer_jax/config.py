@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax.config_keys import FIXED_VALUES, Reader, normalise
+from deepinfer_jax.config_keys import FIXED_QUANTISATION, FIXED_VALUES, Reader, normalise
 from deepinfer_jax.errors import ConfigError
 
 PRESETS = ("v4.1-flash", "peer-50m", "mini-40")
@@ -140,7 +139,7 @@ class ModelConfig:
     vision: VisionConfig | None
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+    def from_dict(cls, raw: Any) -> ModelConfig:
         """Read a parsed ``config.json`` in the released or the vendor's inference spelling.
 
         Raises:
@@ -150,6 +149,11 @@ class ModelConfig:
         top, text = Reader(released, ""), Reader(released["text_config"], "text_config.")
         for key, accepted in FIXED_VALUES.items():
             text.fixed(key, accepted)
+        top.fixed("tie_word_embeddings", FIXED_VALUES["tie_word_embeddings"])
+        quantisation = top.section("quantization_config")
+        if quantisation is not None:
+            for key, accepted in FIXED_QUANTISATION.items():
+                quantisation.fixed(key, accepted)
         config = cls(
             **{field: text.read(field, kind) for field, kind in _TEXT_FIELDS.items()},
             gate_temperature=text.read("gate_temp", float, default=1.0),
@@ -158,12 +162,12 @@ class ModelConfig:
             eos_token_id=top.read("eos_token_id", int),
             pad_token_id=top.read("pad_token_id", int),
             image_token_id=top.read("image_token_id", int, default=None),
-            quantised=bool(released.get("quantization_config")),
+            quantised=quantisation is not None,
             yarn=_yarn(text),
             candidates=_candidates(text),
             engram=_engram(text),
             draft=_draft(text),
-            vision=_vision(released.get("vision_config")),
+            vision=_vision(top),
         )
         _check(config)
         return config
@@ -241,6 +245,8 @@ _TEXT_FIELDS: dict[str, Any] = {
 def _backbone_ratios(text: Reader) -> tuple[int, ...]:
     layers = text.read("num_hidden_layers", int)
     stages = text.read("num_nextn_predict_layers", int, default=0)
+    if stages < 0:
+        text.refuse("num_nextn_predict_layers", stages, "0 or more")
     ratios = text.read("compress_ratios", tuple)
     if len(ratios) not in (layers, layers + stages):
         text.refuse("compress_ratios", ratios, f"{layers} entries, or {layers + stages} with the draft stages")
@@ -253,10 +259,9 @@ def _backbone_ratios(text: Reader) -> tuple[int, ...]:
 
 
 def _yarn(text: Reader) -> YarnConfig | None:
-    raw = text.values.get("rope_scaling")
-    if raw is None:
+    scaling = text.section("rope_scaling")
+    if scaling is None:
         return None
-    scaling = Reader(raw, text.prefix + "rope_scaling.")
     scaling.fixed("rope_type", ("yarn",))
     return YarnConfig(
         factor=scaling.read("factor", float),
@@ -306,10 +311,10 @@ def _draft(text: Reader) -> DraftConfig | None:
     )
 
 
-def _vision(raw: Mapping[str, Any] | None) -> VisionConfig | None:
-    if not raw:
+def _vision(top: Reader) -> VisionConfig | None:
+    vision = top.section("vision_config")
+    if vision is None:
         return None
-    vision = Reader(raw, "vision_config.")
     return VisionConfig(
         num_hidden_layers=vision.read("num_hidden_layers", int),
         hidden_size=vision.read("hidden_size", int),
@@ -337,11 +342,25 @@ def _refuse(key: str, value: object, accepted: str) -> None:
     raise ConfigError(f"text_config.{key}", value, accepted)
 
 
+def _check_positive(config: ModelConfig) -> None:
+    """Every size and factor of the text configuration; ids and lists have checks of their own."""
+    sections = (
+        (config, ""),
+        (config.yarn, "rope_scaling."),
+        (config.candidates, "candidate_"),
+        (config.engram, "engram_"),
+        (config.draft, "dspark_"),
+    )
+    for section, prefix in sections:
+        for field in dataclasses.fields(section) if section else ():
+            value = getattr(section, field.name)
+            if type(value) in (int, float) and not field.name.endswith("_id") and value <= 0:
+                key = "gate_temp" if field.name == "gate_temperature" else prefix + field.name
+                _refuse(key, value, "a value above 0")
+
+
 def _check_sizes(config: ModelConfig) -> None:
-    for field, kind in _TEXT_FIELDS.items():
-        value = getattr(config, field)
-        if kind is not tuple and value <= 0:
-            _refuse(field, value, "a value above 0")
+    _check_positive(config)
     if config.num_attention_heads % config.o_groups:
         _refuse("o_groups", config.o_groups, f"a divisor of num_attention_heads {config.num_attention_heads}")
     widest = min(config.head_dim, config.index_head_dim)
@@ -351,9 +370,18 @@ def _check_sizes(config: ModelConfig) -> None:
         _refuse(
             "num_experts_per_tok", config.num_experts_per_tok, f"at most n_routed_experts {config.n_routed_experts}"
         )
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if not 0 <= getattr(config, key) < config.vocab_size:
-            raise ConfigError(key, getattr(config, key), f"an id below vocab_size {config.vocab_size}")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
+        value = getattr(config, key)
+        if value is not None and not 0 <= value < config.vocab_size:
+            raise ConfigError(key, value, f"an id below vocab_size {config.vocab_size}")
+
+
+def _check_layers(config: ModelConfig, key: str, layers: tuple[int, ...]) -> None:
+    if not layers or len(set(layers)) != len(layers):
+        _refuse(key, layers, "one or more distinct layer ids")
+    for layer in layers:
+        if not 0 <= layer < config.num_hidden_layers:
+            _refuse(key, layer, f"layer ids below num_hidden_layers {config.num_hidden_layers}")
 
 
 def _check_sources(config: ModelConfig) -> None:
@@ -390,9 +418,6 @@ def _check_candidates(config: ModelConfig) -> None:
     source = candidates.source_layer_id
     if source not in config.index_source_layer_ids:
         _refuse("candidate_source_layer_id", source, f"one of index_source_layer_ids {config.index_source_layer_ids}")
-    for key in ("topk_blocks", "block_size"):
-        if getattr(candidates, key) <= 0:
-            _refuse(f"candidate_{key}", getattr(candidates, key), "a value above 0")
     for layer in config.index_source_layer_ids:
         ratio, wanted = config.compress_ratios[layer], config.compress_ratios[source]
         if layer > source and ratio != wanted:
@@ -404,11 +429,16 @@ def _check_engram(config: ModelConfig) -> None:
     engram = config.engram
     if engram is None:
         return
+    _check_layers(config, "engram_layer_ids", engram.layer_ids)
     if len(engram.num_embeddings) != len(engram.layer_ids):
         _refuse("engram_num_embeddings", engram.num_embeddings, f"one row count per engram layer {engram.layer_ids}")
-    for layer in engram.layer_ids:
-        if not 0 <= layer < config.num_hidden_layers:
-            _refuse("engram_layer_ids", layer, f"layer ids below num_hidden_layers {config.num_hidden_layers}")
+    for rows in engram.num_embeddings:
+        if not 0 < rows < 1 << 31:
+            _refuse("engram_num_embeddings", rows, "row counts of 1 to 2^31 - 1, for row ids in int32")
+    if engram.compressed_vocab_size > config.vocab_size:
+        _refuse("engram_compressed_vocab_size", engram.compressed_vocab_size, f"at most vocab_size {config.vocab_size}")
+    if not 0 <= engram.pad_token_id < config.vocab_size:
+        _refuse("engram_pad_token_id", engram.pad_token_id, f"an id below vocab_size {config.vocab_size}")
     if engram.vocab_size >= ENGRAM_VOCABULARY_LIMIT:
         _refuse("engram_vocab_size", engram.vocab_size, f"below {ENGRAM_VOCABULARY_LIMIT}, for hashing in uint32")
     if engram.max_ngram_size < 2:
@@ -419,9 +449,7 @@ def _check_draft(config: ModelConfig) -> None:
     draft = config.draft
     if draft is None:
         return
-    for layer in draft.target_layer_ids:
-        if not 0 <= layer < config.num_hidden_layers:
-            _refuse("dspark_target_layer_ids", layer, f"layer ids below num_hidden_layers {config.num_hidden_layers}")
+    _check_layers(config, "dspark_target_layer_ids", draft.target_layer_ids)
     if draft.num_experts_per_tok > draft.n_routed_experts:
         accepted = f"at most dspark_n_routed_experts {draft.n_routed_experts}"
         _refuse("dspark_num_experts_per_tok", draft.num_experts_per_tok, accepted)

@@ -7,6 +7,7 @@ and names the same things differently. :func:`normalise` brings both to the rele
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -27,6 +28,14 @@ FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hc_shifted": (True,),
     "use_fp4_sparse_kv": (True,),
     "dspark_target_attn_input": (True,),
+}
+
+# The same for ``quantization_config``, where there is one.
+FIXED_QUANTISATION: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "weight_block_size": ([32, 32],),
+    "scale_fmt": ("ue8m0",),
+    "expert_dtype": ("fp4",),
 }
 
 _VENDOR_TEXT_NAMES = {
@@ -71,7 +80,7 @@ _VENDOR_YARN_NAMES = {
 _TOP_LEVEL_DEFAULTS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
-def normalise(raw: Mapping[str, Any]) -> dict[str, Any]:
+def normalise(raw: Any) -> dict[str, Any]:
     """Bring either spelling to the released nesting: top level, ``text_config``, ``vision_config``.
 
     Raises:
@@ -143,9 +152,22 @@ class Reader:
             return tuple(value)
         if kind is int and not _is_integer(value):
             self.refuse(key, value, _describe(kind))
-        if kind is float and not (_is_integer(value) or isinstance(value, float)):
+        if kind is float and not ((_is_integer(value) or isinstance(value, float)) and math.isfinite(value)):
             self.refuse(key, value, _describe(kind))
         return kind(value)
+
+    def section(self, key: str) -> Reader | None:
+        """Access to the object under ``key``; None when it is absent, null or empty.
+
+        Raises:
+          ConfigError: the value is not an object.
+        """
+        value = self.values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, Mapping):
+            self.refuse(key, value, "an object, or null")
+        return Reader(value, f"{self.prefix}{key}.")
 
     def fixed(self, key: str, accepted: tuple[Any, ...]) -> None:
         """Check a key that may be absent but, when present, has one of the ``accepted`` values."""
@@ -163,4 +185,4 @@ def _is_integer(value: object) -> bool:
 
 
 def _describe(kind: type) -> str:
-    return {int: "an integer", float: "a number", tuple: "a list of integers"}[kind]
+    return {int: "an integer", float: "a finite number", tuple: "a list of integers"}[kind]

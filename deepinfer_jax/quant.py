@@ -30,14 +30,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 from pallas_kernels import formats
-
-GROUP = 32
-"""Channels that share a scale in every format but the main KV's, and the edge of a weight tile."""
+from pallas_kernels.packed_weight import GROUP, fp8_groups
+from pallas_kernels.packed_weight import round_trip_fp8_32 as round_trip_fp8_32
 
 MAIN_KV_GROUP = 16
 """Channels that share a scale in the main KV."""
 
-_FP8_FLOOR = 1e-4
 _FP4_32_FLOOR = formats.E2M1_LARGEST * 2.0**-126
 _FP4_16_FLOOR = formats.E2M1_LARGEST * 2.0**-9
 
@@ -53,7 +51,7 @@ def quantise_fp8_32(
 
     Raises ValueError where the number of channels is not a multiple of 32.
     """
-    groups, scale = _fp8_32_groups(x)
+    groups, scale = fp8_groups(x)
     data = formats.encode_e4m3(groups * formats.decode_e8m0(254 - scale))
     return data.reshape(x.shape), scale[..., 0]
 
@@ -63,13 +61,6 @@ def dequantise_fp8_32(
 ) -> Float[Array, "*rows channels"]:
     """The values of Q8_32 data, in `dtype`."""
     return _scaled(formats.decode_e4m3(data), formats.decode_e8m0(scale), GROUP, dtype)
-
-
-def round_trip_fp8_32(x: Float[Array, "*rows channels"]) -> Float[Array, "*rows channels"]:
-    """`x` as it comes back from Q8_32, in its own dtype. Raises ValueError like `quantise_fp8_32`."""
-    groups, scale = _fp8_32_groups(x)
-    rounded = formats.round_to_e4m3(groups * formats.decode_e8m0(254 - scale))
-    return (rounded * formats.decode_e8m0(scale)).reshape(x.shape).astype(x.dtype)
 
 
 def quantise_fp4_32(
@@ -166,31 +157,16 @@ def dequantise_fp4_rows(
     return _dequantise_rows(packed.view(np.uint8), scale, _E2M1_PAIRS, columns=2 * packed.shape[1])
 
 
-def _fp8_32_groups(x: Array) -> tuple[Array, Array]:
-    groups, largest = _groups(x, GROUP)
-    return groups, formats.encode_e8m0(jnp.maximum(largest, _FP8_FLOOR), formats.E4M3_LARGEST)
-
-
 def _fp4_32_groups(x: Array) -> tuple[Array, Array]:
-    groups, largest = _groups(x, GROUP)
+    groups, largest = formats.split_groups(x, GROUP)
     return groups, formats.encode_e8m0(jnp.maximum(largest, _FP4_32_FLOOR), formats.E2M1_LARGEST)
 
 
 def _fp4_16_groups(x: Array) -> tuple[Array, Array]:
     # A product with the rounded 1/6 rounds to the same e4m3 number as the quotient for every bfloat16 input and all
     # but one float32 mantissa, and unlike a division it is the same on every back end.
-    groups, largest = _groups(x, MAIN_KV_GROUP)
+    groups, largest = formats.split_groups(x, MAIN_KV_GROUP)
     return groups, formats.encode_e4m3(jnp.maximum(largest, _FP4_16_FLOOR) * (1 / formats.E2M1_LARGEST))
-
-
-def _groups(x: Float[Array, "*rows channels"], size: int) -> tuple[Array, Array]:
-    """Float32 `x` as [*rows, groups, size] and each group's largest magnitude [*rows, groups, 1], NaN if not finite."""
-    channels = x.shape[-1]
-    if channels % size:
-        raise ValueError(f"channels are quantised in groups of {size}, got {channels} channels; pad the last axis")
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
-    largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    return groups, jnp.where(jnp.isfinite(largest), largest, jnp.nan)
 
 
 def _scaled(

@@ -8,6 +8,7 @@ from pallas_kernels.attention_partial import EMPTY_MAXIMUM, AttentionPartial, me
 from pallas_kernels.grouped_experts import clamped_swiglu, grouped_experts
 from pallas_kernels.hyper_connection_mix import Mix, hyper_connection_mix
 from pallas_kernels.index_selection import Selection, candidate_entries, index_scores, index_selection
+from pallas_kernels.packed_weight import PackedWeight, expand, pack_weight, rounded_inputs
 from pallas_kernels.sparse_attention import gather_rows, sparse_attention
 from pallas_kernels.window_attention import window_attention
 
@@ -15,15 +16,19 @@ __all__ = [
     "EMPTY_MAXIMUM",
     "AttentionPartial",
     "Mix",
+    "PackedWeight",
     "Selection",
     "candidate_entries",
     "clamped_swiglu",
+    "expand",
     "gather_rows",
     "grouped_experts",
     "hyper_connection_mix",
     "index_scores",
     "index_selection",
     "merge_partials",
+    "pack_weight",
+    "rounded_inputs",
     "sparse_attention",
     "window_attention",
 ]

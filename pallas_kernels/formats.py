@@ -129,6 +129,16 @@ def decode_e8m0(data: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     return lax.bitcast_convert_type(jnp.where(byte == _E8M0_NAN, _FLOAT32_NAN, bits), jnp.float32)
 
 
+def split_groups(x: Float[Array, "*rows channels"], size: int) -> tuple[Array, Array]:
+    """Float32 `x` as [*rows, groups, size] and each group's largest magnitude [*rows, groups, 1], NaN if not finite."""
+    channels = x.shape[-1]
+    if channels % size:
+        raise ValueError(f"channels are quantised in groups of {size}, got {channels} channels; pad the last axis")
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
+    largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    return groups, jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+
+
 def _float32_bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     return lax.bitcast_convert_type(x, jnp.int32)
 

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import choose
+from pallas_kernels.packed_weight import PackedWeight, expand, rounded_inputs
+
+# Beyond this many rows a CPU's matrix products gain nothing more.
+_LARGEST_TILE = 256
 
 
 def grouped_experts(
     inputs: Float[Array, "rows hidden"],
     experts: Int[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: Float[Array, "experts double_width hidden"],
-    down: Float[Array, "experts hidden width"],
+    gate_up: Float[Array, "experts double_width hidden"] | PackedWeight,
+    down: Float[Array, "experts hidden width"] | PackedWeight,
     *,
     limit: float,
-    tile_rows: int = 8,
+    tile_rows: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows hidden"]:
     """Clamped-SwiGLU experts; the routing weight multiplies the hidden activation before the down projection.
 
     Args:
-      inputs: rows in the weights' dtype.
+      inputs: rows in the compute dtype, which is also that of unpacked weights.
       experts: expert ids per row; an id outside ``[0, experts)`` contributes nothing (padding rows use -1).
       weights: routing weight of each chosen expert.
       gate_up: w1 rows then w3 rows of each expert.
-      down: w2 of each expert.
+      down: w2 of each expert. Packed weights are expanded to the inputs' dtype, one expert at a time by "tiled", and
+        what they multiply goes through fp8 where they ask for it.
       limit: the gate is clamped from above at ``limit``, the up projection to ``[-limit, limit]``.
-      tile_rows: rows of one expert multiplied together by "tiled"; a constant, so that a row's result does not depend
-        on how many rows its expert received.
+      tile_rows: rows of one expert multiplied together by "tiled". It is static, so that a row's result never depends
+        on how many rows its expert received; by default a power of two near the mean number of rows an expert gets.
       implementation: "tiled" (default: sorted by expert, dynamic number of tiles, not differentiable in reverse) or
         "dense" (every expert on every row: differentiable, the oracle).
 
@@ -53,32 +60,37 @@ def _dense(
     inputs: Float[Array, "rows hidden"],
     experts: Int[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: Float[Array, "experts double_width hidden"],
-    down: Float[Array, "experts hidden width"],
+    gate_up: Float[Array, "experts double_width hidden"] | PackedWeight,
+    down: Float[Array, "experts hidden width"] | PackedWeight,
     limit: float,
-    tile_rows: int,
+    tile_rows: int | None,
 ) -> Float[Array, "rows hidden"]:
     del tile_rows
     chosen = experts[..., None] == jnp.arange(gate_up.shape[0])[None, None]
     combine = jnp.where(chosen, weights[..., None], 0.0).sum(axis=1)
-    projected = jnp.einsum("rc,ewc->rew", inputs, gate_up, preferred_element_type=jnp.float32, precision="highest")
-    hidden = clamped_swiglu(projected, limit) * combine[..., None]
-    return jnp.einsum(
-        "rew,ecw->rc", hidden.astype(down.dtype), down, preferred_element_type=jnp.float32, precision="highest"
-    )
+    projected = _product("rc,ewc->rew", rounded_inputs(inputs, gate_up), gate_up)
+    hidden = (clamped_swiglu(projected, limit) * combine[..., None]).astype(inputs.dtype)
+    return _product("rew,ecw->rc", rounded_inputs(hidden, down), down)
+
+
+def _product(equation: str, inputs: Array, weight: Array | PackedWeight) -> Array:
+    values = expand(weight, inputs.dtype)
+    return jnp.einsum(equation, inputs, values, preferred_element_type=jnp.float32, precision="highest")
 
 
 def _tiled(
     inputs: Float[Array, "rows hidden"],
     experts: Int[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: Float[Array, "experts double_width hidden"],
-    down: Float[Array, "experts hidden width"],
+    gate_up: Float[Array, "experts double_width hidden"] | PackedWeight,
+    down: Float[Array, "experts hidden width"] | PackedWeight,
     limit: float,
-    tile_rows: int,
+    tile_rows: int | None,
 ) -> Float[Array, "rows hidden"]:
     rows, chosen = experts.shape
     count = gate_up.shape[0]
+    if tile_rows is None:
+        tile_rows = min(_LARGEST_TILE, 1 << (-(-rows * chosen // count) - 1).bit_length())
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True)
@@ -86,32 +98,24 @@ def _tiled(
     starts = jnp.cumsum(sizes) - sizes
     tiles = -(-sizes // tile_rows)
     tile_ends = jnp.cumsum(tiles)
-    # Slots past the last assignment read a row of zeros and write to a discarded row.
-    padded_inputs = jnp.pad(inputs, ((0, 1), (0, 0)))
-    padded_weights = jnp.pad(weights.reshape(-1), (0, 1))
+    sorted_weights = jnp.pad(weights.reshape(-1)[order], (0, tile_rows))
+    sorted_rows = jnp.pad(order // chosen, (0, tile_rows))
+    readable = rounded_inputs(inputs, gate_up)
 
     def one_tile(tile: Array, outputs: Array) -> Array:
+        """Rows past the expert's last one compute garbage where later tiles, or nobody, will write and read."""
         expert = jnp.searchsorted(tile_ends, tile, side="right")
-        within = (tile - (tile_ends[expert] - tiles[expert])) * tile_rows + jnp.arange(tile_rows)
-        slot = jnp.where(within < sizes[expert], starts[expert] + within, rows * chosen)
-        assignment = jnp.take(order, slot, mode="fill", fill_value=rows * chosen)
-        projected = jnp.einsum(
-            "rc,wc->rw",
-            padded_inputs[assignment // chosen],
-            gate_up[expert],
-            preferred_element_type=jnp.float32,
-            precision="highest",
-        )
-        hidden = clamped_swiglu(projected, limit) * padded_weights[assignment][:, None]
-        result = jnp.einsum(
-            "rw,cw->rc",
-            hidden.astype(down.dtype),
-            down[expert],
-            preferred_element_type=jnp.float32,
-            precision="highest",
-        )
-        return outputs.at[assignment].set(result, mode="drop", unique_indices=False)
+        start = starts[expert] + (tile - (tile_ends[expert] - tiles[expert])) * tile_rows
+        taken = jax.lax.dynamic_slice_in_dim(sorted_rows, start, tile_rows)
+        projected = _product("rc,wc->rw", readable[taken], gate_up[expert])
+        routing = jax.lax.dynamic_slice_in_dim(sorted_weights, start, tile_rows)
+        hidden = (clamped_swiglu(projected, limit) * routing[:, None]).astype(inputs.dtype)
+        result = _product("rw,cw->rc", rounded_inputs(hidden, down), down[expert])
+        return jax.lax.dynamic_update_slice_in_dim(outputs, result, start, 0)
 
-    outputs = jnp.zeros((rows * chosen, inputs.shape[1]), jnp.float32)
+    outputs = jnp.zeros((rows * chosen + tile_rows, inputs.shape[1]), jnp.float32)
     outputs = jax.lax.fori_loop(0, tile_ends[-1], one_tile, outputs)
-    return outputs.reshape(rows, chosen, -1).sum(axis=1)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(rows * chosen)).reshape(rows, chosen)
+    used = flat.reshape(rows, chosen) < count
+    parts = (jnp.where(used[:, one, None], outputs[place[:, one]], 0.0) for one in range(chosen))
+    return functools.reduce(jnp.add, parts)

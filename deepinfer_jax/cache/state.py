@@ -7,10 +7,12 @@ which are rejected later never overwrite a row that is still needed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.config import ModelConfig
@@ -21,14 +23,21 @@ from deepinfer_jax.numerics import Numerics
 class State:
     """State of all slots and blocks. The step donates it and returns its successor.
 
-    uint16 arrays hold bfloat16 bits, see :func:`storage_dtype`.
+    Leaves are arrays, or abstract arrays of the same shapes. uint16 arrays hold bfloat16 bits, see
+    :func:`storage_dtype`.
+
+    ``main`` ``[pool_rows head_dim]``: compressed key/value entries.
+    ``index`` ``[pool_rows index_dim]``: index keys, in the same rows.
+    ``window`` ``[layers slots window_ring head_dim]``: window keys of the backbone layers, then of the draft stages.
+    ``pending`` ``[groups slots pending_ring 2 * head_dim]``: compressor value and gate of recent tokens, float32.
+    ``history`` ``[slots history_ring]``: compressed ids of recent tokens, for Engram; -1 is image-type.
     """
 
-    main: Shaped[Array, "pool_rows head_dim"]  # compressed key/value entries
-    index: Shaped[Array, "pool_rows index_dim"]  # index keys, same rows
-    window: Shaped[Array, "layers slots window_ring head_dim"]  # window keys: backbone layers, then draft stages
-    pending: Float[Array, "groups slots pending_ring double_dim"]  # compressor value and gate of recent tokens, float32
-    history: Int[Array, "slots history_ring"]  # compressed token ids of recent tokens, for Engram; -1 is image-type
+    main: Any
+    index: Any
+    window: Any
+    pending: Any
+    history: Any
     layout: PageLayout = struct.field(pytree_node=False)
 
     @property

@@ -23,6 +23,7 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.quant import dequantise_fp4_rows, dequantise_fp8_blocks, dequantise_fp8_rows
 from deepinfer_jax.text.compressed_vocabulary import compressed_token_map
 from deepinfer_jax.text.tokenizer import Tokenizer
+from pallas_kernels import PackedWeight
 
 _PLAIN_DTYPES = ("BF16", "F32")
 # Tensors that some exporters write although they are tied to the backbone's; reading drops them.
@@ -69,7 +70,7 @@ def load_model(
             first_missing[0], "missing", f"a tensor in {directory}, as {directory / 'config.json'} asks"
         )
 
-    def read(item: Parameter) -> Array:
+    def read(item: Parameter) -> Array | PackedWeight:
         if item.stored is Stored.DERIVED:
             return jnp.asarray(token_map(directory, config))
         if progress is not None:
@@ -101,55 +102,69 @@ def coverage(described: Model, files: TensorFiles) -> Coverage:
     )
 
 
-def read_parameter(item: Parameter, files: TensorFiles, numerics: Numerics) -> Array:
-    """One parameter: its tensors read, dequantised, concatenated and stacked, in its device dtype.
+def read_parameter(item: Parameter, files: TensorFiles, numerics: Numerics) -> Array | PackedWeight:
+    """One parameter: its tensors read, concatenated and stacked; packed, or dequantised in its device dtype.
 
     Pieces are written one by one into the result, so that nothing but the result and one piece is held.
     """
-    dtype = np.dtype(item.dtype(numerics))
-    result = np.empty(item.shape, dtype)
-    stacks = result if item.stacked else result[None]
-    rows = item.piece_shape[0]
-    for stack, pieces in zip(stacks, item.released, strict=True):
-        for part, name in enumerate(pieces):
-            stack[part * rows : (part + 1) * rows] = read_tensor(name, item.piece_shape, item.stored, files)
-    return jnp.asarray(result)
+
+    def assemble(shape: tuple[int, ...], dtype: np.dtype, read: Callable[[str], np.ndarray]) -> Array:
+        result = np.empty(shape, dtype)
+        for stack, pieces in zip(result if item.stacked else result[None], item.released, strict=True):
+            rows = stack.shape[0] // len(pieces)
+            for part, name in enumerate(pieces):
+                stack[part * rows : (part + 1) * rows] = read(name)
+        return jnp.asarray(result)
+
+    if not item.packed(numerics):
+        dtype = np.dtype(item.dtype(numerics))
+        return assemble(item.shape, dtype, lambda name: read_tensor(name, item, files))
+    data = assemble(item.data_shape(item.shape), np.dtype(np.uint8), lambda name: read_packed(name, item, files)[0])
+    scale = assemble(item.scale_shape(item.shape), np.dtype(np.uint8), lambda name: read_packed(name, item, files)[1])
+    return item.pack(data, scale, numerics)
 
 
-def read_tensor(name: str, shape: tuple[int, ...], stored: Stored, files: TensorFiles) -> np.ndarray:
-    """One released tensor as float values (bfloat16 or float32), checked against its description.
+def read_tensor(name: str, item: Parameter, files: TensorFiles) -> np.ndarray:
+    """One released tensor of a parameter as float values (bfloat16 or float32), checked against its description.
 
     Raises:
       CheckpointError: wrong shape or dtype; names the tensor, its file and what was expected.
     """
     entry = files.entries[name]
-    packed = stored is Stored.FP4_ROWS and entry.dtype == "I8"
-    on_file = (*shape[:-1], shape[-1] // 2) if packed else shape
-    if entry.shape != on_file:
-        raise CheckpointError(name, f"shape {entry.shape} in {entry.file}", f"shape {on_file}")
-    raw = files.raw(name)
     if entry.dtype in _PLAIN_DTYPES:
-        return raw
-    reads = {
-        ("F8_E4M3", Stored.FP8_BLOCKS): dequantise_fp8_blocks,
-        ("F8_E4M3", Stored.FP8_ROWS): dequantise_fp8_rows,
-        ("I8", Stored.FP4_ROWS): dequantise_fp4_rows,
-    }
-    dequantise = reads.get((entry.dtype, stored))
+        if entry.shape != item.piece_shape:
+            raise CheckpointError(name, f"shape {entry.shape} in {entry.file}", f"shape {item.piece_shape}")
+        return files.raw(name)
+    dequantise = {
+        Stored.FP8_BLOCKS: dequantise_fp8_blocks,
+        Stored.FP8_ROWS: dequantise_fp8_rows,
+        Stored.FP4_ROWS: dequantise_fp4_rows,
+    }.get(item.stored)
     if dequantise is None:
-        raise CheckpointError(name, f"dtype {entry.dtype} in {entry.file}", f"BF16, F32, or {stored.value}")
-    return dequantise(raw, _read_scale(name, shape, stored, files))
+        raise CheckpointError(name, f"dtype {entry.dtype} in {entry.file}", "BF16 or F32")
+    return dequantise(*read_packed(name, item, files))
 
 
-def _read_scale(name: str, shape: tuple[int, ...], stored: Stored, files: TensorFiles) -> np.ndarray:
+def read_packed(name: str, item: Parameter, files: TensorFiles) -> tuple[np.ndarray, np.ndarray]:
+    """The stored bytes and scales of one released tensor, checked against its description; views, nothing is copied.
+
+    Raises:
+      CheckpointError: wrong shape or dtype; names the tensor, its file and what was expected.
+    """
     scale = scale_name(name)
-    rows = -(-shape[0] // 32) if stored is Stored.FP8_BLOCKS else shape[0]
-    expected = (rows, -(-shape[1] // 32))
-    entry = files.entries[scale]
-    if entry.shape != expected or entry.dtype not in ("F8_E8M0", "U8"):
-        found = f"{entry.dtype} {entry.shape} in {entry.file}"
-        raise CheckpointError(scale, found, f"F8_E8M0 {expected}, one scale per 32 inputs of {name}")
-    return files.raw(scale)
+    dtypes = ("I8",) if item.stored is Stored.FP4_ROWS else ("F8_E4M3",)
+    shape = item.piece_shape
+    for tensor, accepted, expected in (
+        (name, dtypes, item.data_shape(shape)),
+        (scale, ("F8_E8M0", "U8"), item.scale_shape(shape)),
+    ):
+        entry = files.entries.get(tensor)
+        if entry is None:
+            raise CheckpointError(tensor, "missing", f"{accepted[0]} {expected} beside {name}, which is quantised")
+        if entry.shape != expected or entry.dtype not in accepted:
+            found = f"{entry.dtype} {entry.shape} in {entry.file}"
+            raise CheckpointError(tensor, found, f"{accepted[0]} {expected}")
+    return files.raw(name).view(np.uint8), files.raw(scale)
 
 
 def token_map(directory: Path, config: ModelConfig) -> np.ndarray:

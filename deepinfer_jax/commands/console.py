@@ -37,8 +37,9 @@ class Console:
         """Write a piece of the result to standard output, at once."""
         if piece:
             self._close_remarks()
-            click.echo(piece, nl=False)
+            # Set first: an interrupt may fall between the two.
             self._text_open = not piece.endswith("\n")
+            click.echo(piece, nl=False)
 
     def close_text(self) -> None:
         """End the last line of the result, if it is open."""
@@ -48,8 +49,8 @@ class Console:
     def remark(self, piece: str) -> None:
         """Write a piece of text that accompanies the result, such as a model's reasoning."""
         if piece and not self._quiet:
-            click.echo(piece, nl=False, err=True)
             self._remarks_open = not piece.endswith("\n")
+            click.echo(piece, nl=False, err=True)
 
     def note(self, line: str, *, terminal_only: bool = False) -> None:
         """Write one line about the command's work."""

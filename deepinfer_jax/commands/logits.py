@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 import click
 import jax
@@ -101,9 +101,7 @@ def sequence_logits(
     length = len(tokens)
     padded = np.zeros(-(-length // TILE_ROWS) * TILE_ROWS, np.int32)
     padded[:length] = tokens
-    scores, taps = _full_pass(
-        params, padded, np.int32(length), config=config, numerics=numerics, with_taps=with_taps
-    )
+    scores, taps = _full_pass(params, padded, np.int32(length), config=config, numerics=numerics, with_taps=with_taps)
     return {"logits": np.asarray(scores)[:length]} | golden_taps(taps, config, length)
 
 
@@ -165,7 +163,7 @@ def _replacing(out: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def _save(stream: IO[bytes], arrays: Mapping[str, np.ndarray], out: Path) -> None:
+def _save(stream: IO[bytes], arrays: Mapping[str, Any], out: Path) -> None:
     try:
         np.savez(stream, **arrays)
     except OSError as error:

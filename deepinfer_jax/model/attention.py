@@ -6,6 +6,8 @@ online-softmax merge.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
@@ -22,7 +24,14 @@ from deepinfer_jax.model.source import KeySource, Number
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.quant import round_trip_fp8_32
 from deepinfer_jax.topology import LayerKind, Mode
-from pallas_kernels import AttentionPartial, merge_partials, sparse_attention, window_attention
+from pallas_kernels import (
+    AttentionPartial,
+    expand,
+    merge_partials,
+    rounded_inputs,
+    sparse_attention,
+    window_attention,
+)
 
 
 @struct.dataclass
@@ -52,7 +61,9 @@ class Attention:
             query_up=single(f"{prefix}.wq_b.weight", (heads * head_dim, config.q_lora_rank), ("heads", None), fp8),
             window_key=single(f"{prefix}.wkv.weight", (head_dim, hidden), (None, None), fp8),
             window_norm=norm(f"{prefix}.kv_norm.weight", head_dim),
-            output_down=single(f"{prefix}.wo_a.weight", (rank, group_width), ("output_groups", None), fp8),
+            output_down=dataclasses.replace(
+                single(f"{prefix}.wo_a.weight", (rank, group_width), ("output_groups", None), fp8), exact_inputs=True
+            ),
             output_up=single(f"{prefix}.wo_b.weight", (hidden, rank), (None, "output_groups"), fp8),
             sink=single(f"{prefix}.attn_sink", (heads,), ("heads",), Stored.F32, "unit"),
             compressor=Compressor.describe(config, prefix, kind.ratio) if kind.mode is Mode.FULL else None,
@@ -124,8 +135,8 @@ def project_output(
 ) -> Float[Array, "rows hidden"]:
     """Merge the partial results with the sink, rotate back by the query's position, and project per group."""
     heads = turn.undo(merge_partials(partials, params.sink).astype(dtype))
-    grouped = heads.reshape(heads.shape[0], config.o_groups, -1)
-    down = params.output_down.reshape(config.o_groups, config.o_lora_rank, -1)
+    grouped = rounded_inputs(heads.reshape(heads.shape[0], config.o_groups, -1), params.output_down)
+    down = expand(params.output_down, dtype).reshape(config.o_groups, config.o_lora_rank, -1)
     latent = jnp.einsum("rgi,goi->rgo", grouped, down, precision="highest", preferred_element_type=jnp.float32)
     return linear(latent.astype(dtype).reshape(heads.shape[0], -1), params.output_up)
 

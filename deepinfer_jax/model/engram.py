@@ -21,6 +21,7 @@ from deepinfer_jax.model.linear import linear
 from deepinfer_jax.model.params import Leaf, Stored, single
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
+from pallas_kernels import expand
 
 IMAGE_TOKEN = -1  # compressed id of image-type tokens: blocks the look-back
 _SEED_STRIDE = 10007
@@ -189,7 +190,7 @@ def read_memory(
     Returns the streams and the gates, float32.
     """
     rows, count, hidden = streams.shape
-    embedding = params.table[columns].reshape(rows, -1).astype(streams.dtype)
+    embedding = expand(params.table[columns], streams.dtype).reshape(rows, -1)
     projected = linear(embedding, params.key_value).astype(jnp.float32)
     keys, value = projected[:, : count * hidden].reshape(rows, count, hidden), projected[:, count * hidden :]
     exact = streams.astype(jnp.float32)

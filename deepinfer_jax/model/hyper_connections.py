@@ -5,6 +5,7 @@ Model specification, section 3. The collapse weights computed in one sub-layer a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -70,17 +71,19 @@ def collapse(
     streams: Float[Array, "rows streams hidden"], pre: Float[Array, "rows streams"]
 ) -> Float[Array, "rows hidden"]:
     """Weighted sum over the streams; the weights are not normalised."""
-    weighted = streams.astype(jnp.float32) * pre[:, :, None]
-    return weighted.sum(axis=1).astype(streams.dtype)
+    # Written out per stream: one fused pass over memory, where a reduction would make several.
+    parts = (pre[:, stream, None] * streams[:, stream].astype(jnp.float32) for stream in range(streams.shape[1]))
+    return functools.reduce(jnp.add, parts).astype(streams.dtype)
 
 
 def expand(
     output: Float[Array, "rows hidden"], streams: Float[Array, "rows streams hidden"], mix: Mix
 ) -> Float[Array, "rows streams hidden"]:
     """Spread a sub-layer's output over the streams and mix them: sums over the *first* index of ``comb``."""
-    mixed = (mix.comb[:, :, :, None] * streams.astype(jnp.float32)[:, :, None, :]).sum(axis=1)
+    exact = streams.astype(jnp.float32)
+    parts = (mix.comb[:, source, :, None] * exact[:, source, None, :] for source in range(streams.shape[1]))
     spread = mix.post[:, :, None] * output.astype(jnp.float32)[:, None, :]
-    return (spread + mixed).astype(streams.dtype)
+    return functools.reduce(jnp.add, parts, spread).astype(streams.dtype)
 
 
 def run_sub_layer(

@@ -72,8 +72,8 @@ class Carry:
 class LayerNumbers:
     """Where a layer stands: its number, its page group, and its place among the draft taps.
 
-    Python ints in unrolled execution, traced scalars inside a scan, arrays over the layers of a run around it. A layer without page group has group 0, a layer
-    that is no draft target has the out-of-range tap number ``targets``.
+    Python ints in unrolled execution, traced scalars inside a scan, arrays over the layers of a run around it. A layer
+    without page group has group 0, a layer that is no draft target has the out-of-range tap number ``targets``.
     """
 
     layer: Leaf

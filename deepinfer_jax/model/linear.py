@@ -6,18 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import PackedWeight, expand, rounded_inputs
 
-def linear(inputs: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+Weight = Float[Array, "out in"] | PackedWeight
+
+
+def linear(inputs: Float[Array, "*batch in"], weight: Weight) -> Float[Array, "*batch out"]:
     """``inputs @ weight.T`` in the inputs' dtype, accumulated in float32. Weights lie as released, ``[out, in]``."""
     return linear_float32(inputs, weight).astype(inputs.dtype)
 
 
-def linear_float32(inputs: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
-    """``inputs @ weight.T`` with a float32 result; operands of different dtypes meet in float32."""
-    dtype = inputs.dtype if inputs.dtype == weight.dtype else jnp.float32
+def linear_float32(inputs: Float[Array, "*batch in"], weight: Weight) -> Float[Array, "*batch out"]:
+    """``inputs @ weight.T`` with a float32 result; operands of different dtypes meet in float32.
+
+    A packed weight is expanded to the inputs' dtype, and the inputs go through fp8 where it asks for that.
+    """
+    values = expand(weight, inputs.dtype)
+    dtype = inputs.dtype if inputs.dtype == values.dtype else jnp.float32
     return jax.lax.dot_general(
-        inputs.astype(dtype),
-        weight.astype(dtype),
+        rounded_inputs(inputs, weight).astype(dtype),
+        values.astype(dtype),
         (((inputs.ndim - 1,), (1,)), ((), ())),
         precision="highest",
         preferred_element_type=jnp.float32,

@@ -17,10 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.numerics import Numerics
+from pallas_kernels import PackedWeight, pack_weight
 
 Tree = TypeVar("Tree")
 # A leaf of a parameter tree: an array, an abstract array, a Parameter, or None where a layer lacks the mechanism.
 Leaf = Any
+
+
+SCALE_COLUMNS = 32
+"""Columns of a quantised weight that share a scale."""
 
 
 class Stored(enum.Enum):
@@ -50,6 +55,7 @@ class Parameter:
     stacked: bool = False
     init: str = "normal"
     classes: int = 0  # of a derived map: its values lie below this
+    exact_inputs: bool = False  # the reference does not round this quantised weight's inputs to fp8
 
     @property
     def size(self) -> int:
@@ -72,6 +78,29 @@ class Parameter:
         """Every released tensor this parameter reads, scales included."""
         names = [name for piece in self.released for name in piece]
         return names + [scale_name(name) for name in names] if self.has_scale else names
+
+    def packed(self, numerics: Numerics) -> bool:
+        """Whether the array stays packed on the device."""
+        return numerics.packed_weights and self.has_scale
+
+    def pack(self, data: Leaf, scale: Leaf, numerics: Numerics) -> PackedWeight:
+        """The packed array of this parameter from its bytes and scales."""
+        rounds = numerics.output_down_inputs_fp8 if self.exact_inputs else numerics.linear_inputs_fp8
+        return PackedWeight(data, scale, self.stored is Stored.FP4_ROWS, self.scale_rows, rounds)
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows that share a scale: 32 in tiles, 1 in rows."""
+        return SCALE_COLUMNS if self.stored is Stored.FP8_BLOCKS else 1
+
+    def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored bytes of an array or piece of logical ``shape``."""
+        return (*shape[:-1], shape[-1] // 2) if self.stored is Stored.FP4_ROWS else shape
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of an array or piece of logical ``shape``."""
+        *batch, rows, columns = shape
+        return (*batch, -(-rows // self.scale_rows), -(-columns // SCALE_COLUMNS))
 
     def dtype(self, numerics: Numerics) -> jnp.dtype:
         """Dtype on the device: what the release keeps in float32 stays so, the rest follows the numerics."""
@@ -112,8 +141,15 @@ def count(tree: Any) -> int:
 
 
 def abstract(described: Tree, numerics: Numerics) -> Tree:
-    """The tree of jax.ShapeDtypeStruct that a described tree loads as."""
-    return map_parameters(lambda item: jax.ShapeDtypeStruct(item.shape, item.dtype(numerics)), described)
+    """What a described tree loads as: jax.ShapeDtypeStruct leaves, inside PackedWeight where weights stay packed."""
+
+    def one(item: Parameter) -> Leaf:
+        if not item.packed(numerics):
+            return jax.ShapeDtypeStruct(item.shape, item.dtype(numerics))
+        data, scale = item.data_shape(item.shape), item.scale_shape(item.shape)
+        return item.pack(jax.ShapeDtypeStruct(data, jnp.uint8), jax.ShapeDtypeStruct(scale, jnp.uint8), numerics)
+
+    return map_parameters(one, described)
 
 
 def initialise(described: Tree, key: Array, numerics: Numerics) -> Tree:
@@ -128,8 +164,13 @@ def map_parameters(function: Any, described: Tree) -> Tree:
     return jax.tree.map(function, described, is_leaf=_is_parameter)
 
 
-def draw(item: Parameter, key: Array, numerics: Numerics) -> Array:
+def draw(item: Parameter, key: Array, numerics: Numerics) -> Array | PackedWeight:
     """Draw one parameter by its ``init`` rule, scaled so that activations keep unit size through the layers."""
+    if item.packed(numerics):
+        values = draw(item, key, dataclasses.replace(numerics, packed_weights=False))
+        assert isinstance(values, Array)
+        packed = pack_weight(values, fp4=item.stored is Stored.FP4_ROWS, scale_rows=item.scale_rows)
+        return item.pack(packed.data, packed.scale, numerics)
     dtype = item.dtype(numerics)
     if item.stored is Stored.DERIVED:
         return jnp.arange(item.shape[0], dtype=dtype) % item.classes

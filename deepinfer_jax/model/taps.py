@@ -40,8 +40,8 @@ def golden_taps(taps: Mapping[str, Array], config: ModelConfig, length: int) -> 
     """Bring the taps of a pass over one sequence to the golden form.
 
     Args:
-      taps: ``Output.taps`` of a full pass over unrolled layers whose first ``length`` rows are the sequence; an empty
-        mapping gives an empty result.
+      taps: ``Output.taps`` of a full pass whose first ``length`` rows are the sequence. Layers without taps, as all are
+        in the stacked form, are left out.
       config: the model's configuration.
       length: tokens of the sequence.
 
@@ -52,14 +52,14 @@ def golden_taps(taps: Mapping[str, Array], config: ModelConfig, length: int) -> 
       ``candidates`` is 1 for every entry of a kept block. ``topk_score`` holds the scores of ``topk_compressed``, -inf
       where that is -1. bfloat16 arrays are widened to float32.
     """
-    if not taps:
-        return {}
     rows = {name: _host(value)[:length] for name, value in taps.items()}
     golden = {name: rows[name] for name in MODEL_TAPS if name in rows}
     candidates: np.ndarray | None = None
     for plan in topology(config).layers:
         prefix = f"layers.{plan.layer}."
         layer = {name.removeprefix(prefix): value for name, value in rows.items() if name.startswith(prefix)}
+        if not layer:
+            continue
         found = {name: layer[name] for name in (*ENGRAM_TAPS, *LAYER_TAPS) if name in layer}
         ratio = plan.kind.ratio
         found |= {name: layer[name][ratio - 1 :: ratio] for name in ENTRY_TAPS if name in layer}
@@ -72,8 +72,10 @@ def golden_taps(taps: Mapping[str, Array], config: ModelConfig, length: int) -> 
     return golden
 
 
-def _selection(layer: Mapping[str, np.ndarray], plan: LayerPlan, candidates: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Scores and picks of an index source layer."""
+def _selection(
+    layer: Mapping[str, np.ndarray], plan: LayerPlan, candidates: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Scores and picks of an index source layer; ``candidates`` are those of the candidate source before it."""
     picks, ratio = layer["topk_compressed"], plan.kind.ratio
     length = picks.shape[0]
     entries = np.arange(length // ratio)
@@ -90,7 +92,7 @@ def _selection(layer: Mapping[str, np.ndarray], plan: LayerPlan, candidates: np.
 
 
 def _candidates(blocks: np.ndarray, config: ModelConfig, entries: int) -> np.ndarray:
-    """bool ``[length, entries]``: whether an entry lies in a kept candidate block of the row."""
+    """Whether an entry lies in a kept candidate block of the row, ``[length, entries]``."""
     assert config.candidates is not None
     kept = candidate_entries(jnp.asarray(blocks), block_size=config.candidates.block_size, entries=entries)
     return np.asarray(kept)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.rows import Rows, TileShape
@@ -54,14 +54,18 @@ class Chunk:
 
 @struct.dataclass
 class Batch:
-    """Packed step input, one entry per row; padding rows have position -1 and slot 0."""
+    """Packed step input, one entry per row; padding rows have position -1 and slot 0.
 
-    tokens: Int[Array | np.ndarray, " rows"]
-    slots: Int[Array | np.ndarray, " rows"]
-    positions: Int[Array | np.ndarray, " rows"]
-    floors: Int[Array | np.ndarray, " rows"]
-    image: Bool[Array | np.ndarray, " rows"]
-    image_embeddings: Float[Array | np.ndarray, "rows hidden"] | None
+    Leaves are host arrays, or abstract arrays of the same shapes: ``tokens``, ``slots``, ``positions`` and ``floors``
+    int32 ``[rows]``, ``image`` bool ``[rows]``, ``image_embeddings`` float ``[rows hidden]`` or None.
+    """
+
+    tokens: Any
+    slots: Any
+    positions: Any
+    floors: Any
+    image: Any
+    image_embeddings: Any
     tiles: tuple[TileShape, ...] = struct.field(pytree_node=False)
 
     def to_rows(self) -> Rows:

@@ -66,7 +66,7 @@ def test_any_choice(implementation, seed):
     assert_close(run(*case, limit=LIMIT, implementation=implementation), reference(*case, LIMIT))
 
 
-@pytest.mark.parametrize("tile_rows", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("tile_rows", [None, 1, 2, 3, 8, 64])
 @pytest.mark.parametrize(
     "experts",
     [
@@ -210,6 +210,13 @@ def central_differences(function, arguments, place, step=1e-5):
 def test_tiled_is_the_default():
     case = random_case(8)
     np.testing.assert_array_equal(run(*case, limit=LIMIT), run(*case, limit=LIMIT, implementation="tiled"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 70])
+def test_any_number_of_rows(rows):
+    """The default tile follows the number of rows."""
+    case = random_case(11, rows=rows)
+    assert_close(run(*case, limit=LIMIT), reference(*case, LIMIT))
 
 
 @every_implementation

@@ -126,7 +126,7 @@ def test_the_projection_reads_streams_in_order():
 
 
 def test_comb_logits_are_source_major():
-    """The mix at 2 M + j M + k leads from stream j to stream k: raising it raises comb[j, k] only in that cell's favour."""
+    """The mix at 2 M + j M + k leads from stream j to stream k: raising it raises comb[j, k] above all others."""
     base = np.zeros(24, np.float32)
     base[8 + 1 * 4 + 3] = 5.0
     comb = split(np.zeros((1, 24)), base, np.ones(3, np.float32), streams=4, iterations=20, epsilon=1e-6).comb[0]
@@ -166,7 +166,9 @@ def test_gradients_are_those_of_the_definition():
 
     def loss(*arguments):
         result = hyper_connection_mix(*arguments, iterations=5, epsilon=1e-3, norm_epsilon=1e-20)
-        return sum((leaf * jnp.asarray(item, jnp.float32)).sum() for leaf, item in zip(result, coefficients, strict=True))
+        return sum(
+            (leaf * jnp.asarray(item, jnp.float32)).sum() for leaf, item in zip(result, coefficients, strict=True)
+        )
 
     def loss_by_definition(*arguments):
         result = reference(*arguments, 5, 1e-3, 1e-20)

@@ -1,4 +1,4 @@
-"""Choosing an implementation: the default, an exact name, or a refusal that says what exists. Never a silent fallback."""
+"""Choosing an implementation: the default, an exact name, or a refusal that says what exists; no silent fallback."""
 
 import jax.numpy as jnp
 import pytest

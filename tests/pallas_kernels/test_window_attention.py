@@ -78,7 +78,7 @@ def test_golden_sink_attention():
 
 @pytest.mark.parametrize("length", [10, 20])
 def test_golden_prefill_window_sets(length):
-    """Zero queries weigh every visible key alike and one-hot keys name themselves, so the result lists what was seen."""
+    """Zero queries weigh all visible keys alike and one-hot keys name themselves: the result lists what was seen."""
     golden = tensors("units/units.safetensors")[f"window.idx_w8_prefill{length}"]
     positions = np.arange(length)
     partial = attend(

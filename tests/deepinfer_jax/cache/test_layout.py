@@ -1,8 +1,6 @@
 """Page layout: a block is one run of rows, group after group, each with one row per entry."""
 
 import dataclasses
-import json
-from importlib import resources
 
 import pytest
 from hypothesis import given
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from deepinfer_jax.cache.layout import DEFAULT_BLOCK_TOKENS, PageLayout
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
+from tests.configurations import raw_preset
 
 
 def released():
@@ -74,8 +73,7 @@ def test_without_candidates_only_pairs_must_fit(block_tokens, accepted):
 
 
 def test_a_model_of_window_layers_only_has_no_rows():
-    text = resources.files("deepinfer_jax").joinpath("presets", "peer-50m.json").read_text(encoding="utf-8")
-    raw = json.loads(text)
+    raw = raw_preset("peer-50m")
     raw["text_config"] |= {
         "compress_ratios": [0] * 6,
         "kv_source_layer_ids": [],

@@ -74,12 +74,12 @@ def test_drafts_equal_the_golden_ones(name: str, case: str) -> None:
     numerics = Numerics.preset(name)
     config, params = golden_model("quant", name)
     golden = tensors(f"dspark/dspark_{name}.safetensors")
-    state = initial_state(
-        config, numerics, slots=1, blocks=1, layout=PageLayout.of(config, 8), fill=np.nan
-    )
+    state = initial_state(config, numerics, slots=1, blocks=1, layout=PageLayout.of(config, 8), fill=np.nan)
     prompt = golden[f"{case}.prompt_main_hidden"]
     state = seed_context(params, state, prompt, np.arange(len(prompt), dtype=np.int32), numerics)
-    step = {key.removeprefix(f"{case}.step."): value for key, value in golden.items() if key.startswith(f"{case}.step.")}
+    step = {
+        key.removeprefix(f"{case}.step."): value for key, value in golden.items() if key.startswith(f"{case}.step.")
+    }
     for number, position in enumerate(step["pos"]):
         state, (tokens, base, logits, confidence) = one_step(
             params, state, step["main_hidden"][number], position, step["anchor_token"][number], numerics

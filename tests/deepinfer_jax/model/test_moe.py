@@ -102,7 +102,9 @@ def test_router_follows_the_definition():
     assert experts.dtype == jnp.int32
     assert weights.dtype == biased.dtype == jnp.float32
     for row in range(ROWS):
-        ids, expected, expected_biased = reference_route(layer(), x[row].astype(np.float64), IMAGE[row], CHOSEN, config())
+        ids, expected, expected_biased = reference_route(
+            layer(), x[row].astype(np.float64), IMAGE[row], CHOSEN, config()
+        )
         assert list(experts[row]) == ids
         np.testing.assert_allclose(weights[row], expected, rtol=1e-5)
         np.testing.assert_allclose(biased[row], expected_biased, rtol=1e-5, atol=1e-6)

@@ -29,7 +29,7 @@ from deepinfer_jax.model.params import (
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 
-F32, BF16 = Numerics.preset("f32"), Numerics.preset("bf16")
+F32, BF16, RELEASED = (Numerics.preset(name) for name in ("f32", "bf16", "released"))
 
 LAYERS = range(40)
 KEY_SOURCES = (2, 8, 14, 20)
@@ -227,14 +227,27 @@ def test_released_layers_count_their_parts(released):
     assert sum(count(engram) - engram.table.size for engram in released.engrams) == 314_654_720
 
 
+def test_released_numerics_take_the_bytes_of_the_shards(released):
+    """Packed weights lie on the device as released; only the token map, int32, comes from elsewhere."""
+    sizes = collections.Counter()
+    for leaf in jax.tree.leaves(abstract(released, RELEASED)):
+        sizes[leaf.dtype.name] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    assert sizes == {
+        "bfloat16": 3_952_883_712,
+        "float32": 169_229_128,
+        "uint8": 204_015_223_296 + 23_563_015_184 + 278_585_671_680,
+        "int32": 4 * 129_280,
+    }
+
+
 def test_axes_fit_shapes(released):
     assert [item for item in parameters(released) if len(item.axes) != len(item.shape)] == []
 
 
-@pytest.mark.parametrize("numerics", [F32, BF16], ids=lambda numerics: numerics.name)
+@pytest.mark.parametrize("numerics", [F32, BF16, RELEASED], ids=lambda numerics: numerics.name)
 def test_abstract_shapes_are_those_of_the_arrays(miniature, numerics):
     shapes = abstract(miniature, numerics)
-    arrays = initialise(miniature, jax.random.key(0), numerics)
+    arrays = jax.eval_shape(lambda key: initialise(miniature, key, numerics), jax.random.key(0))
     assert jax.tree.structure(shapes) == jax.tree.structure(arrays)
     for expected, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
         assert (expected.shape, expected.dtype) == (array.shape, array.dtype)
@@ -318,7 +331,9 @@ def test_the_token_map_stays_inside_its_classes(miniature):
 
 def test_stacked_and_joined_pieces():
     """Two experts, each of w1 above w3: four tensors of half the rows, each with its scale."""
-    item = Parameter((2, 64, 32), ("experts", None, None), Stored.FP4_ROWS, (("a.weight", "b.weight"),) * 2, stacked=True)
+    item = Parameter(
+        (2, 64, 32), ("experts", None, None), Stored.FP4_ROWS, (("a.weight", "b.weight"),) * 2, stacked=True
+    )
     assert item.piece_shape == (32, 32)
     assert item.size == 4096
     assert item.tensor_names() == ["a.weight", "b.weight"] * 2 + ["a.scale", "b.scale"] * 2

@@ -156,6 +156,13 @@ def test_yarn_scales_frequencies_between_its_bounds():
     np.testing.assert_allclose(np.diff(ratio[15:26]), np.full(10, -1.5 / 16), rtol=1e-4)
 
 
+@pytest.mark.parametrize(("original", "bounds"), [(8, (0, 1)), (65_536, (1, 4)), (10**12, (7, 7))])
+def test_yarn_bounds_stay_inside_the_channels(original, bounds):
+    """Clamped to 0 from below and to the rotated channels - 1 from above (specification, 4)."""
+    yarn = YarnConfig(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=original)
+    assert yarn_bounds(160_000.0, 8, yarn) == bounds
+
+
 @pytest.mark.parametrize(("original", "dims"), [(8, 8), (16, 16), (4, 4)])
 def test_yarn_of_toy_sizes_is_finite(original, dims):
     """Where both bounds meet, a span of 0.001 keeps the ramp a step."""

@@ -131,9 +131,7 @@ def multimodal_rows() -> tuple[Rows, np.ndarray]:
     assert config.vision is not None and params.vision is not None
     patch_grid, token_grid = (tuple(int(n) for n in golden[name]) for name in ("grid_vit", "grid_llm"))
     features = vision_tower(params.vision, jnp.asarray(golden["patches"]), patch_grid, config.vision)
-    span = image_span_embeddings(
-        params.vision, align(params.vision, features, patch_grid, config.vision), token_grid
-    )
+    span = image_span_embeddings(params.vision, align(params.vision, features, patch_grid, config.vision), token_grid)
     image = golden["token_types"] >= 0
     embeddings = np.zeros((len(image), config.hidden_size), np.float32)
     embeddings[image] = span
