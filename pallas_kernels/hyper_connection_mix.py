@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -73,14 +74,23 @@ def split_mixes(
 def _sinkhorn(
     logits: Float[Array, "rows source destination"], iterations: int, epsilon: float
 ) -> Float[Array, "rows source destination"]:
-    def normalise(values: Array, axis: int) -> Array:
-        return values / (values.sum(axis=axis, keepdims=True) + epsilon)
+    # Rows stand last and sums are written out, so that each step is one pass of full-width vector operations.
+    streams = logits.shape[1]
 
-    def both(_: Array, values: Array) -> Array:
-        return normalise(normalise(values, 2), 1)
+    def normalise_rows(values: Float[Array, "source destination rows"]) -> Array:
+        total = functools.reduce(jnp.add, (values[:, one] for one in range(streams)))
+        return values / (total + epsilon)[:, None]
 
-    rows_done = jax.nn.softmax(logits, axis=2) + epsilon
-    return jax.lax.fori_loop(1, iterations, both, normalise(rows_done, 1))
+    def normalise_columns(values: Float[Array, "source destination rows"]) -> Array:
+        total = functools.reduce(jnp.add, (values[one] for one in range(streams)))
+        return values / (total + epsilon)[None]
+
+    def both(_: int, values: Array) -> Array:
+        return normalise_columns(normalise_rows(values))
+
+    rows_done = jnp.moveaxis(jax.nn.softmax(logits, axis=2) + epsilon, 0, -1)
+    done = jax.lax.fori_loop(1, iterations, both, normalise_columns(rows_done))
+    return jnp.moveaxis(done, -1, 0)
 
 
 def _reference(

@@ -42,7 +42,7 @@ numerics_option = click.option(
     default=F32.name,
     show_default=True,
     help="f32: dequantised weights, exact arithmetic. f32q: the same with caches rounded to the released formats. "
-    "bf16: weights, activations and caches in bfloat16.",
+    "bf16: weights, activations and caches in bfloat16. released: packed weights and the release's own rounding.",
 )
 
 quiet_option = click.option(

@@ -224,9 +224,11 @@ def test_layer_and_group_numbers_may_be_traced():
     """Inside a scan over stacked layers they are arrays; nothing else changes."""
     batch, _ = pack([Chunk(0, 0, [1] * 7), Chunk(2, 0, [1])], SHAPE)
     plain, reads = paged_step(nan_state(), batch, TABLES)
-    traced = jax.jit(
-        lambda state, numbers: read_and_store(PagedSource(state, jnp.asarray(TABLES)), batch.to_rows(), lambda n: numbers[n])
-    )
+
+    @jax.jit
+    def traced(state, numbers):
+        return read_and_store(PagedSource(state, jnp.asarray(TABLES)), batch.to_rows(), lambda number: numbers[number])
+
     source, traced_reads = traced(nan_state(), jnp.arange(LAYERS, dtype=jnp.int32))
     pairs = zip(jax.tree.leaves((plain, reads)), jax.tree.leaves((source, traced_reads)), strict=True)
     for left, right in pairs:
