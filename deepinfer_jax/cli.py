@@ -17,7 +17,10 @@ from deepinfer_jax.errors import DeepInferError
 
 COMMAND_GROUP = "deepinfer_jax.commands"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {name: f"deepinfer_jax.commands.{name}:command" for name in ("generate", "inspect", "logits")}
+    {
+        name: f"deepinfer_jax.commands.{name}:command"
+        for name in ("bench", "convert", "generate", "inspect", "logits", "synthesize")
+    }
 )
 # What a shell reports for a program that ended by SIGINT: 128 + 2.
 INTERRUPTED = 130
@@ -29,6 +32,9 @@ Examples:
   deepinfer-jax inspect --model MODEL --json
   deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --max-tokens 64
   deepinfer-jax logits --model MODEL --token-ids 0,17,25 --out logits.npz
+  deepinfer-jax synthesize --preset mini-40 MODEL
+  deepinfer-jax convert MODEL CONVERTED
+  deepinfer-jax bench model --preset peer-50m --batch 8
 
 \b
 Exit codes:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from deepinfer_jax.cache.layout import PageLayout
-from deepinfer_jax.cache.state import State, initial_state
+from deepinfer_jax.cache.state import initial_state
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.sampler import sample, seed_words
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
+from deepinfer_jax.runtime.sampler import seed_words
+from deepinfer_jax.runtime.step import advance_and_sample
 
 PREFILL_ROWS = 128
 
@@ -66,7 +62,7 @@ def generate(
             batch, _ = pack([Chunk(0, start, tokens[start : start + count])], shape)
             start += count
             last = np.asarray([count - 1], np.int32)
-            state, token = _step(
+            state, token = advance_and_sample(
                 params, state, batch, tables, last, temperatures, seeds, config=config, numerics=numerics
             )
         tokens.append(int(token[0]))
@@ -90,23 +86,3 @@ def check_prompt(prompt: Sequence[int], config: ModelConfig, new_tokens: int = 0
     if total > config.max_position_embeddings:
         accepted = f"at most max_position_embeddings {config.max_position_embeddings}"
         raise InputError("prompt and new tokens", total, accepted, "shorten the prompt or ask for fewer tokens")
-
-
-@functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("state",))
-def _step(
-    params: Model,
-    state: State,
-    batch: Batch,
-    tables: Array,
-    last: Array,
-    temperatures: Array,
-    seeds: Array,
-    *,
-    config: ModelConfig,
-    numerics: Numerics,
-) -> tuple[State, Array]:
-    """Run one chunk and sample the token behind its last row."""
-    advanced = advance(params, state, batch.to_rows(), tables, config, numerics)
-    scores = row_logits(params, advanced.hidden[last])
-    positions = jnp.take(batch.positions, last) + 1
-    return advanced.state, sample(scores, temperatures, seeds, positions)

@@ -1,33 +1,53 @@
-"""Reading a checkpoint of the released layout into parameter trees.
+"""Reading checkpoints of either layout into parameter trees, onto any devices.
 
-What to read follows from the parameter descriptions alone: names, shapes, how tensors are stored and how they combine.
-A tensor described as quantised may also be stored in bfloat16 or float32, as in converted checkpoints.
+What to read follows from the parameter descriptions alone. Every device gets its own slices and nothing else is read;
+host memory beside the arrays stays below a few hundred megabytes whatever the size of a tensor.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Array
+from jax.sharding import Sharding
+from jaxtyping import Array, Int32
 
-from deepinfer_jax.checkpoint.safetensors import TensorFiles, open_directory
+from deepinfer_jax.checkpoint.converted import MANIFEST_FILE, ConvertedStorage, array_name
+from deepinfer_jax.checkpoint.pieces import Bounds, Part, Piece, Storage, fill, lengths
+from deepinfer_jax.checkpoint.placement import Fill, place
+from deepinfer_jax.checkpoint.released import PLAIN_DTYPES, ReleasedStorage
+from deepinfer_jax.checkpoint.safetensors import TensorEntry
+from deepinfer_jax.checkpoint.subset import Subset, everything
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import CheckpointError
-from deepinfer_jax.model.params import Parameter, Stored, map_parameters, parameters, scale_name
+from deepinfer_jax.errors import CheckpointError, InputError
+from deepinfer_jax.model.params import Leaf, Parameter, Stored, map_parameters, parameters, scale_name
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.quant import dequantise_fp4_rows, dequantise_fp8_blocks, dequantise_fp8_rows
 from deepinfer_jax.text.compressed_vocabulary import compressed_token_map
 from deepinfer_jax.text.tokenizer import Tokenizer
 from pallas_kernels import PackedWeight
 
-_PLAIN_DTYPES = ("BF16", "F32")
+# Directory of a conversion's own notes; it vanishes when the conversion is complete.
+UNFINISHED = "conversion"
 # Tensors that some exporters write although they are tied to the backbone's; reading drops them.
 _TIED = (".embed.weight", ".head.weight")
+
+Shardings = Callable[[Parameter], Sharding | PackedWeight] | Model
+"""A sharding for every parameter, by a function or as a tree; of a packed weight one for both arrays, or one each."""
+
+
+@runtime_checkable
+class Entries(Protocol):
+    """Anything that lists released tensors by name."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every tensor by its name, without a ``model.`` prefix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,126 +70,204 @@ class Coverage:
 
 
 def load_model(
-    directory: Path | str, numerics: Numerics, progress: Callable[[str], None] | None = None
+    directory: Path | str,
+    numerics: Numerics,
+    shardings: Shardings | None = None,
+    progress: Callable[[str], None] | None = None,
+    subset: Subset = everything,
+    padded: Model | None = None,
 ) -> tuple[ModelConfig, Model]:
-    """Read a checkpoint directory, dequantised to the numerics' dtype, as unrolled parameters.
+    """Read a checkpoint directory, of the released or the converted layout, as unrolled parameters.
 
-    ``progress`` is called with the name of every parameter's first tensor as it is read.
+    Args:
+      directory: the checkpoint; what is read is checked against its digests, where it has them.
+      numerics: the form of the parameters on the devices.
+      shardings: where they go; None means the default device. A tree has the structure of
+        :func:`deepinfer_jax.model.params.abstract` with shardings as leaves.
+      progress: called with the name of every parameter's first tensor as it is read.
+      subset: which parameters to read; the others are None in the result.
+      padded: the description of all parameters with some axes longer than they are stored, so that a layout divides
+        them (:func:`deepinfer_jax.parallel.layouts.padded`); what is added is zero.
 
     Raises:
       ConfigError: ``config.json`` is missing or not accepted.
-      CheckpointError: a tensor is missing, misshapen or of another dtype; names tensor, file and what was expected.
+      CheckpointError: a tensor is missing, misshapen, of another dtype, damaged, or belongs to nothing; names tensor,
+        file and what was expected.
+      InputError: a sharding does not divide its array.
     """
     directory = Path(directory)
     config = ModelConfig.from_directory(directory)
-    files = open_directory(directory)
     described = Model.describe(config)
-    first_missing = coverage(described, files).missing[:1]
-    if first_missing:
-        raise CheckpointError(
-            first_missing[0], "missing", f"a tensor in {directory}, as {directory / 'config.json'} asks"
-        )
+    storage = open_storage(directory)
+    wanted = [item for item in parameters(described) if item.released and subset(item, config)]
+    check_names(described, wanted, storage)
+    for item in wanted:
+        check_parameter(item, storage, numerics)
 
-    def read(item: Parameter) -> Array | PackedWeight:
+    def read(item: Parameter, target: Parameter, sharding: Any) -> Leaf:
+        if not subset(item, config):
+            return None
         if item.stored is Stored.DERIVED:
-            return jnp.asarray(token_map(directory, config))
+            values = token_map(directory, config)
+            return _place(target, Part.VALUES, values.dtype, sharding, functools.partial(_copy, values))
         if progress is not None:
             progress(item.released[0][0])
-        return read_parameter(item, files, numerics)
+        return read_parameter(item, storage, numerics, sharding, target.shape)
 
-    return config, map_parameters(read, described)
+    if shardings is None:
+        shardings = map_parameters(lambda item: None, described)
+    elif callable(shardings):
+        shardings = map_parameters(shardings, described)
+    whole = (described, padded or described, shardings)
+    return config, jax.tree.map(read, *whole, is_leaf=lambda leaf: isinstance(leaf, Parameter))
 
 
-def coverage(described: Model, files: TensorFiles) -> Coverage:
+def open_storage(directory: Path) -> ReleasedStorage | ConvertedStorage:
+    """Open a checkpoint directory of either layout; the manifest of converted arrays tells them apart.
+
+    Raises:
+      CheckpointError: files are missing, damaged, or an unfinished conversion.
+    """
+    if (directory / MANIFEST_FILE).is_file():
+        return ConvertedStorage.open(directory)
+    if (directory / UNFINISHED).is_dir():
+        raise CheckpointError(
+            str(directory), "an unfinished conversion", f"a directory with {MANIFEST_FILE}", "run the conversion again"
+        )
+    return ReleasedStorage.open(directory)
+
+
+def coverage(described: Model, files: Entries) -> Coverage:
     """Compare a checkpoint's tensor names with a described tree. Quantised weights need their scale beside them."""
-    wanted: set[str] = set()
-    missing: list[str] = []
+    wanted: dict[str, None] = {}
     for item in parameters(described):
-        for name in (piece for pieces in item.released for piece in pieces):
-            names = [name]
-            if item.has_scale and not (name in files.entries and files.entries[name].dtype in _PLAIN_DTYPES):
-                names.append(scale_name(name))
-            wanted.update(names)
-            missing += [one for one in names if one not in files.entries]
+        wanted |= dict.fromkeys(_tensor_names(item, files))
     unwanted = [name for name in files.entries if name not in wanted]
     tied = [name for name in unwanted if name.startswith("mtp.") and name.endswith(_TIED)]
     return Coverage(
         described=len(wanted),
         present=len(files.entries),
-        missing=tuple(missing),
+        missing=tuple(name for name in wanted if name not in files.entries),
         extra=tuple(name for name in unwanted if name not in tied),
         tied=tuple(tied),
     )
 
 
-def read_parameter(item: Parameter, files: TensorFiles, numerics: Numerics) -> Array | PackedWeight:
-    """One parameter: its tensors read, concatenated and stacked; packed, or dequantised in its device dtype.
+def check_names(described: Model, wanted: list[Parameter], storage: ReleasedStorage | ConvertedStorage) -> None:
+    """Check that nothing wanted is missing, and that nothing is there which no parameter is made of.
 
-    Pieces are written one by one into the result, so that nothing but the result and one piece is held.
+    Raises:
+      CheckpointError: names the first missing or extra tensor, and its file.
     """
+    if isinstance(storage, ConvertedStorage):
+        known = {array_name(item) for item in parameters(described) if item.released}
+        extra = {name: storage.directory / MANIFEST_FILE for name in storage.manifest.arrays if name not in known}
+    else:
+        covered = coverage(described, storage)
+        needed = {name for item in wanted for name in _tensor_names(item, storage)}
+        for name in covered.missing:
+            if name in needed:
+                directory = storage.files.directory
+                raise CheckpointError(name, "missing", f"a tensor in {directory}, as {directory / 'config.json'} asks")
+        extra = {name: storage.entries[name].file for name in covered.extra}
+    for name, file in extra.items():
+        remedy = "use the config.json that was released with these weights, or remove what it does not describe"
+        raise CheckpointError(name, f"in {file}", "a tensor that config.json describes", remedy)
 
-    def assemble(shape: tuple[int, ...], dtype: np.dtype, read: Callable[[str], np.ndarray]) -> Array:
-        result = np.empty(shape, dtype)
-        for stack, pieces in zip(result if item.stacked else result[None], item.released, strict=True):
-            rows = stack.shape[0] // len(pieces)
-            for part, name in enumerate(pieces):
-                stack[part * rows : (part + 1) * rows] = read(name)
-        return jnp.asarray(result)
 
+def check_parameter(item: Parameter, storage: Storage, numerics: Numerics) -> None:
+    """Check that a parameter is stored in a form that these numerics can read, from descriptions alone.
+
+    Raises:
+      CheckpointError: a tensor is missing, misshapen, of another dtype, or cannot stay packed.
+    """
+    for stack in range(len(item.released) if item.stacked else 1):
+        pieces = storage.pieces(item, stack)
+        if item.packed(numerics):
+            _check_packed(item, pieces)
+
+
+def read_parameter(
+    item: Parameter,
+    storage: Storage,
+    numerics: Numerics,
+    sharding: Sharding | PackedWeight | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Array | PackedWeight:
+    """One parameter: its tensors concatenated and stacked; packed, or dequantised in its device dtype.
+
+    ``shape`` may be larger than the parameter's own; what is added is zero.
+    """
+    target = item if shape is None else dataclasses.replace(item, shape=shape)
     if not item.packed(numerics):
-        dtype = np.dtype(item.dtype(numerics))
-        return assemble(item.shape, dtype, lambda name: read_tensor(name, item, files))
-    data = assemble(item.data_shape(item.shape), np.dtype(np.uint8), lambda name: read_packed(name, item, files)[0])
-    scale = assemble(item.scale_shape(item.shape), np.dtype(np.uint8), lambda name: read_packed(name, item, files)[1])
+        assert not isinstance(sharding, PackedWeight)
+        fill_values = functools.partial(_fill, storage, item, Part.VALUES)
+        return _place(target, Part.VALUES, np.dtype(item.dtype(numerics)), sharding, fill_values)
+    both = sharding if isinstance(sharding, PackedWeight) else item.pack(sharding, sharding, numerics)
+    data, scale = (
+        _place(target, part, np.dtype(np.uint8), one, functools.partial(_fill, storage, item, part))
+        for part, one in ((Part.DATA, both.data), (Part.SCALE, both.scale))
+    )
     return item.pack(data, scale, numerics)
 
 
-def read_tensor(name: str, item: Parameter, files: TensorFiles) -> np.ndarray:
-    """One released tensor of a parameter as float values (bfloat16 or float32), checked against its description.
-
-    Raises:
-      CheckpointError: wrong shape or dtype; names the tensor, its file and what was expected.
-    """
-    entry = files.entries[name]
-    if entry.dtype in _PLAIN_DTYPES:
-        if entry.shape != item.piece_shape:
-            raise CheckpointError(name, f"shape {entry.shape} in {entry.file}", f"shape {item.piece_shape}")
-        return files.raw(name)
-    dequantise = {
-        Stored.FP8_BLOCKS: dequantise_fp8_blocks,
-        Stored.FP8_ROWS: dequantise_fp8_rows,
-        Stored.FP4_ROWS: dequantise_fp4_rows,
-    }.get(item.stored)
-    if dequantise is None:
-        raise CheckpointError(name, f"dtype {entry.dtype} in {entry.file}", "BF16 or F32")
-    return dequantise(*read_packed(name, item, files))
-
-
-def read_packed(name: str, item: Parameter, files: TensorFiles) -> tuple[np.ndarray, np.ndarray]:
-    """The stored bytes and scales of one released tensor, checked against its description; views, nothing is copied.
-
-    Raises:
-      CheckpointError: wrong shape or dtype; names the tensor, its file and what was expected.
-    """
-    scale = scale_name(name)
-    dtypes = ("I8",) if item.stored is Stored.FP4_ROWS else ("F8_E4M3",)
-    shape = item.piece_shape
-    for tensor, accepted, expected in (
-        (name, dtypes, item.data_shape(shape)),
-        (scale, ("F8_E8M0", "U8"), item.scale_shape(shape)),
-    ):
-        entry = files.entries.get(tensor)
-        if entry is None:
-            raise CheckpointError(tensor, "missing", f"{accepted[0]} {expected} beside {name}, which is quantised")
-        if entry.shape != expected or entry.dtype not in accepted:
-            found = f"{entry.dtype} {entry.shape} in {entry.file}"
-            raise CheckpointError(tensor, found, f"{accepted[0]} {expected}")
-    return files.raw(name).view(np.uint8), files.raw(scale)
-
-
-def token_map(directory: Path, config: ModelConfig) -> np.ndarray:
-    """int32 ``[vocab_size]``: the compressed id of every token, from the checkpoint's own tokenizer."""
+def token_map(directory: Path, config: ModelConfig) -> Int32[np.ndarray, " vocabulary"]:
+    """The compressed id of every token, from the checkpoint's own tokenizer."""
     engram = config.engram
     assert engram is not None
     tokenizer = Tokenizer.from_directory(directory, vocab_size=config.vocab_size)
     return compressed_token_map(tokenizer, config.vocab_size, engram.pad_token_id, engram.compressed_vocab_size)
+
+
+def _tensor_names(item: Parameter, files: Entries) -> list[str]:
+    """The tensors that a parameter is made of, with scales except those of weights that are stored plain."""
+    names = []
+    for name in (piece for pieces in item.released for piece in pieces):
+        names.append(name)
+        if item.has_scale and not (name in files.entries and files.entries[name].dtype in PLAIN_DTYPES):
+            names.append(scale_name(name))
+    return names
+
+
+def _check_packed(item: Parameter, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        if piece.scale is None:
+            dtype = "I8" if item.stored is Stored.FP4_ROWS else "F8_E4M3"
+            accepted = f"{dtype} {item.data_shape(piece.shape)} with its scale, where weights stay packed"
+            raise CheckpointError(piece.name, piece.origin, accepted, "load it with numerics f32 or bf16")
+        if len(pieces) > 1 and piece.shape[0] % item.scale_rows:
+            raise CheckpointError(
+                piece.name,
+                piece.origin,
+                f"rows in multiples of {item.scale_rows} where matrices are joined and stay packed, so that no scale "
+                "belongs to both",
+                "load it with numerics f32 or bf16",
+            )
+
+
+def _place(target: Parameter, part: Part, dtype: np.dtype, sharding: Sharding | None, fill: Fill) -> Array:
+    shape = part.shape(target, target.shape)
+    if sharding is not None:
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            name = target.released[0][0] if target.released else "the token map"
+            raise InputError(f"sharding of {name}", sharding, f"one that divides shape {shape} ({error})") from error
+    return place(shape, dtype, sharding, fill)
+
+
+def _fill(storage: Storage, item: Parameter, part: Part, out: np.ndarray, bounds: Bounds) -> None:
+    """Fill a block of a parameter's array; beyond the end of what is stored it is zero."""
+    stored = part.shape(item, item.shape)
+    inside = tuple((start, max(start, min(stop, end))) for (start, stop), end in zip(bounds, stored, strict=True))
+    if inside != bounds:
+        out[...] = 0
+    if 0 not in lengths(inside):
+        fill(out[tuple(map(slice, lengths(inside)))], storage, item, part, inside)
+
+
+def _copy(values: np.ndarray, out: np.ndarray, bounds: Bounds) -> None:
+    part = values[tuple(slice(*one) for one in bounds)]
+    if part.shape != out.shape:
+        out[...] = 0
+    out[tuple(map(slice, part.shape))] = part

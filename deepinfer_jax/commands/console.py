@@ -71,7 +71,7 @@ class Console:
         """Read a checkpoint's weights under a progress bar; raises what :func:`load_model` raises."""
         read = [item for item in parameters(Model.describe(config)) if item.released]
         with self.progress(len(read), " weights") as step:
-            return load_model(directory, numerics, lambda name: step())[1]
+            return load_model(directory, numerics, progress=lambda name: step())[1]
 
     def _close_remarks(self) -> None:
         if self._remarks_open:

@@ -12,8 +12,7 @@ import jax
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.state import State, initial_state
-from deepinfer_jax.checkpoint.reader import Coverage
-from deepinfer_jax.checkpoint.safetensors import TensorFiles
+from deepinfer_jax.checkpoint.reader import Coverage, Entries
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import count, parameters
 from deepinfer_jax.model.transformer import Model
@@ -47,7 +46,7 @@ def describe_model(config: ModelConfig, described: Model) -> Document:
     }
 
 
-def describe_files(coverage: Coverage, files: TensorFiles) -> Document:
+def describe_files(coverage: Coverage, files: Entries) -> Document:
     """Describe a checkpoint: its ``coverage`` of the configuration, and tensors and bytes by stored ``dtypes``."""
     dtypes: dict[str, Document] = {}
     for entry in files.entries.values():

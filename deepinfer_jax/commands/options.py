@@ -33,7 +33,7 @@ model_option = click.option(
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Checkpoint directory: config.json, tokenizer.json and safetensors files of the released layout.",
+    help="Checkpoint directory with config.json and tokenizer.json: of the released layout, or converted.",
 )
 
 numerics_option = click.option(

@@ -25,8 +25,14 @@ def table(document: Document, name: str) -> str:
         parts += [
             ["Stored tensors", *_dtypes(document["dtypes"])],
             ["Coverage of config.json by the checkpoint", *_coverage(document["coverage"])],
+            ["Weights id", *_weights_id(document["weights_id"])],
         ]
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def aligned(rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> str:
+    """Rows of cells, the first of them headings, as lines of aligned columns; ``right``: those aligned to the right."""
+    return "".join(f"{line}\n" for line in _columns(rows, right))
 
 
 def _columns(rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> list[str]:
@@ -34,10 +40,10 @@ def _columns(rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
-    def aligned(cell: str, column: int) -> str:
+    def padded(cell: str, column: int) -> str:
         return cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
 
-    return ["  ".join(["", *(aligned(cell, column) for column, cell in enumerate(row))]).rstrip() for row in cells]
+    return ["  ".join(["", *(padded(cell, column) for column, cell in enumerate(row))]).rstrip() for row in cells]
 
 
 def _summary(config: Document) -> list[str]:
@@ -134,6 +140,11 @@ def _coverage(coverage: Document) -> list[str]:
         listed = f"  {_listed(names[:_SHOWN_NAMES])}{more}" if names else ""
         rows.append((name, f"{len(names):,}{listed}"))
     return _columns([*rows, ("complete", "yes" if coverage["complete"] else "no")])
+
+
+def _weights_id(identity: Document) -> list[str]:
+    source = "of the content" if identity["verified"] else "unverified: of names, dtypes, shapes and places alone"
+    return [f"  {identity['value']}", f"  {source}"]
 
 
 def _bytes(number: int) -> str:

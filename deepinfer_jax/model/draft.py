@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.attention import project_output, project_queries, project_window_keys
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.hyper_connections import collapse, initial_streams, run_sub_layer
 from deepinfer_jax.model.layer import Layer
 from deepinfer_jax.model.linear import linear, linear_float32, rms_norm
@@ -25,7 +26,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.topology import LayerKind, Mode
-from pallas_kernels import AttentionPartial, window_attention
+from pallas_kernels import AttentionPartial, expand, window_attention
 
 _STAGE_KIND = LayerKind(Mode.WINDOW, 0)
 _LARGEST_CONFIDENCE_LOGIT = 60.0
@@ -140,7 +141,7 @@ def draft_block(
     windows: tuple[Float[Array, "requests window head_dim"], ...],
     config: ModelConfig,
     numerics: Numerics,
-    experts: str | None = None,
+    exchange: Exchange = LOCAL,
 ) -> DraftBlock:
     """Run the stages over ``[anchor, noise, ...]`` at positions ``p + 1 ..``.
 
@@ -150,7 +151,7 @@ def draft_block(
       positions: p, the last position whose backbone forward is committed; -1 for a padding request.
       windows: context keys per stage, see :func:`context_windows`.
       config, numerics: static.
-      experts: implementation of the routed experts.
+      exchange: how rows reach routed experts and token embeddings.
     """
     draft = config.draft
     assert draft is not None
@@ -160,7 +161,8 @@ def draft_block(
     own_positions = positions[:, None] + jnp.arange(1, block + 1)[None]
     turn = rotation(config, False, own_positions.reshape(-1))
     valid = jnp.repeat(positions >= 0, block)
-    streams, pre = initial_streams(embedding[tokens].astype(numerics.dtype), config.hc_mult)
+    embeddings = expand(exchange.lookup(embedding, tokens), numerics.dtype).astype(numerics.dtype)
+    streams, pre = initial_streams(embeddings, config.hc_mult)
     for stage, window in zip(params.stages, windows, strict=True):
 
         def attention(inputs: Array, stage: Layer = stage, window: Array = window) -> tuple[Array, None]:
@@ -169,7 +171,7 @@ def draft_block(
         def feed_forward(inputs: Array, stage: Layer = stage) -> tuple[Array, None]:
             text = jnp.zeros(valid.shape, bool)
             chosen = draft.num_experts_per_tok
-            return mixture_of_experts(stage.feed_forward, inputs, text, valid, chosen, config, experts)[0], None
+            return mixture_of_experts(stage.feed_forward, inputs, text, valid, chosen, config, exchange)[0], None
 
         streams, pre, _, _ = run_sub_layer(stage.attention_mix, streams, pre, attention, config)
         streams, pre, _, _ = run_sub_layer(stage.feed_forward_mix, streams, pre, feed_forward, config)

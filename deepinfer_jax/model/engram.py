@@ -15,8 +15,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from deepinfer_jax.config import ENGRAM_VOCABULARY_LIMIT, EngramConfig, ModelConfig
+from deepinfer_jax.config import EngramConfig, ModelConfig
+from deepinfer_jax.config_checks import ENGRAM_VOCABULARY_LIMIT
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.linear import linear
 from deepinfer_jax.model.params import Leaf, Stored, single
 from deepinfer_jax.model.rows import Rows
@@ -184,13 +186,14 @@ def read_memory(
     columns: Int[Array, "rows columns"],
     image: Bool[Array, " rows"],
     config: ModelConfig,
+    exchange: Exchange = LOCAL,
 ) -> tuple[Float[Array, "rows streams hidden"], Float[Array, "rows streams"]]:
-    """Add the gated memory value to every stream; image-type tokens pass unchanged.
+    """Add the gated memory value to every stream; image-type tokens pass unchanged. ``exchange`` reaches the table.
 
     Returns the streams and the gates, float32.
     """
     rows, count, hidden = streams.shape
-    embedding = expand(params.table[columns], streams.dtype).reshape(rows, -1)
+    embedding = expand(exchange.lookup(params.table, columns), streams.dtype).reshape(rows, -1)
     projected = linear(embedding, params.key_value).astype(jnp.float32)
     keys, value = projected[:, : count * hidden].reshape(rows, count, hidden), projected[:, count * hidden :]
     exact = streams.astype(jnp.float32)

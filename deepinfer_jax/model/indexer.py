@@ -5,6 +5,9 @@ Model specification, section 7. Index source layers own the queries; the keys be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -19,7 +22,10 @@ from deepinfer_jax.model.source import KeySource, Number
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.quant import round_trip_fp4_32
 from deepinfer_jax.topology import LayerKind
-from pallas_kernels import index_scores, index_selection
+from pallas_kernels import Selection, index_scores, index_selection
+
+# Index keys that are gathered together, whatever the context length: 128 MiB of them in bfloat16.
+_KEY_ELEMENTS = 1 << 26
 
 
 @struct.dataclass
@@ -90,25 +96,51 @@ def select(
     weights = (linear_float32(inputs, params.head_weights) * scale).astype(inputs.dtype)
     visible = rows.visible_entries(kind.ratio)
     parts, scores = [], []
-    for part, (tiles, tile_rows), starts in rows.tile_starts():
-        tiled = (tiles, tile_rows)
-        keys = source.index_keys(group, kind.ratio, rows, starts)
-        arguments = (queries[part].reshape(*tiled, *queries.shape[1:]), weights[part].reshape(*tiled, -1), keys)
-        level = config.candidates
-        chosen = index_selection(
-            *arguments,
-            visible[part].reshape(tiled),
+    level = config.candidates
+
+    def select_tiles(tiles: tuple[Array, ...]) -> Selection:
+        starts, queries, weights, visible, candidates = tiles
+        return index_selection(
+            queries,
+            weights,
+            source.index_keys(group, kind.ratio, rows, starts),
+            visible,
             top_k=config.index_topk,
             block_size=level.block_size if level else 0,
             publish_blocks=level.topk_blocks if level and kind.publishes_candidates else 0,
-            candidates=selected.candidates[part].reshape(*tiled, -1) if kind.inside_candidates else None,
+            candidates=candidates if kind.inside_candidates else None,
         )
+
+    for part, (tiles, tile_rows), starts in rows.tile_starts():
+        split = [
+            values[part].reshape(tiles, tile_rows, *values.shape[1:])
+            for values in (queries, weights, visible, selected.candidates)
+        ]
+        keys = source.index_keys(group, kind.ratio, rows, starts)
+        chosen = _in_groups(select_tiles, (starts, *split), _groups(tiles, keys.size))
         published = selected.candidates[part]
         if chosen.candidates is not None:
             published = chosen.candidates.reshape(tiles * tile_rows, -1)
         parts.append(Selected(chosen.entries.reshape(tiles * tile_rows, -1), published))
-        scores.append(index_scores(*arguments).reshape(tiles * tile_rows, -1))
+        # All scores at once, for whoever reads the tap; otherwise the compiler drops them.
+        scores.append(index_scores(*split[:2], keys).reshape(tiles * tile_rows, -1))
     combined = Selected(
         jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
     )
     return combined, {"index_score": jnp.concatenate(scores)}
+
+
+def _groups(tiles: int, elements: int) -> int:
+    """Into how many equal groups to cut the tiles, so that each gathers few enough keys; at most one a tile."""
+    return next((count for count in range(1, tiles) if tiles % count == 0 and elements // count <= _KEY_ELEMENTS), tiles)
+
+
+def _in_groups(
+    select_tiles: Callable[[tuple[Array, ...]], Selection], tiles: tuple[Array, ...], groups: int
+) -> Selection:
+    """``select_tiles`` over arrays with a leading axis of tiles, one group after the other."""
+    if groups == 1:
+        return select_tiles(tiles)
+    grouped = tuple(values.reshape(groups, -1, *values.shape[1:]) for values in tiles)
+    chosen = jax.lax.map(select_tiles, grouped)
+    return jax.tree.map(lambda values: values.reshape(-1, *values.shape[2:]), chosen)

@@ -6,6 +6,9 @@ layers of each run of a segment stacked along ``[repeats count]`` axes, for scan
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -13,12 +16,13 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.attention import Attention, attend
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.hyper_connections import SubLayer, Taps, run_sub_layer
 from deepinfer_jax.model.indexer import Selected
 from deepinfer_jax.model.moe import MixtureOfExperts, mixture_of_experts
 from deepinfer_jax.model.params import Leaf
 from deepinfer_jax.model.rows import Rows
-from deepinfer_jax.model.source import KeySource
+from deepinfer_jax.model.source import KeySource, Number
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.topology import LayerKind, Segment, Topology
 
@@ -95,11 +99,11 @@ def run_layer(
     rows: Rows,
     config: ModelConfig,
     numerics: Numerics,
-    experts: str | None = None,
+    exchange: Exchange = LOCAL,
 ) -> tuple[Carry, Taps]:
     """Run one layer: attention, then experts, each inside its hyper-connection.
 
-    ``experts`` names the implementation of the routed experts. Returns the next carry and named intermediates (those
+    ``exchange`` reaches the routed experts. Returns the next carry and named intermediates (those
     of golden README section 2); compiled code drops the ones nobody reads.
     """
     draft_taps = _tap(carry, numbers)
@@ -121,7 +125,7 @@ def run_layer(
 
     def feed_forward(inputs: Array) -> tuple[Array, Taps]:
         return mixture_of_experts(
-            params.feed_forward, inputs, rows.image, rows.valid, config.num_experts_per_tok, config, experts
+            params.feed_forward, inputs, rows.image, rows.valid, config.num_experts_per_tok, config, exchange
         )
 
     streams, pre, (selected, source, attention_taps), outer = run_sub_layer(
@@ -154,29 +158,56 @@ def run_segment(
     rows: Rows,
     config: ModelConfig,
     numerics: Numerics,
-    experts: str | None = None,
+    exchange: Exchange = LOCAL,
 ) -> Carry:
-    """Run a segment over stacked parameters: a scan over its repeats of a scan over each run."""
+    """Run a segment over stacked parameters: a loop over its repeats of a loop over each run.
+
+    The loops count, and take a layer's weights from the whole stack: weights that a loop hands to a loop inside it
+    would be copied.
+    """
     targets = carry.draft_taps.shape[0]
 
-    def numbers_of(run: int) -> LayerNumbers:
-        layers = segment.run_layers(run)
-        numbers = [LayerNumbers.of(topology, layer, targets) for row in layers for layer in row]
-        shape = (len(layers), len(layers[0]))
-        return jax.tree.map(lambda *leaves: jnp.asarray(leaves, jnp.int32).reshape(shape), *numbers)
+    def one_layer(run: int, index: Number, carry: Carry) -> Carry:
+        numbers = [LayerNumbers.of(topology, layer, targets) for row in segment.run_layers(run) for layer in row]
+        if isinstance(index, int):
+            place = numbers[index]
+        else:
+            place = jax.tree.map(lambda *leaves: jnp.asarray(leaves, jnp.int32)[index], *numbers)
+        params, kind = _layer_of(runs[run], index), segment.runs[run][0]
+        return run_layer(params, kind, place, carry, rows, config, numerics, exchange)[0]
 
-    def one_repeat(carry: Carry, items: tuple[tuple[Layer, LayerNumbers], ...]) -> tuple[Carry, None]:
-        for (kind, _), item in zip(segment.runs, items, strict=True):
+    def one_repeat(repeat: Number, carry: Carry) -> Carry:
+        for run, (_, count) in enumerate(segment.runs):
 
-            def one_layer(carry: Carry, item: tuple[Layer, LayerNumbers], kind: LayerKind = kind) -> tuple[Carry, None]:
-                params, numbers = item
-                return run_layer(params, kind, numbers, carry, rows, config, numerics, experts)[0], None
+            def one_place(place: Number, carry: Carry, run: int = run, count: int = count) -> Carry:
+                return one_layer(run, repeat * count + place, carry)
 
-            carry, _ = jax.lax.scan(one_layer, carry, item)
-        return carry, None
+            carry = _counted(count, one_place, carry)
+        return carry
 
-    items = tuple((params, numbers_of(run)) for run, params in enumerate(runs))
-    return jax.lax.scan(one_repeat, carry, items)[0]
+    return _counted(segment.repeats, one_repeat, carry)
+
+
+def _counted(count: int, body: Callable[[Number, Carry], Carry], carry: Carry) -> Carry:
+    """``body(index, carry)`` for each index; a loop of one is none, so that its index is a Python int."""
+    if count == 1:
+        return body(0, carry)
+
+    def step(carry: Carry, index: Number) -> tuple[Carry, None]:
+        return body(index, carry), None
+
+    return jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))[0]
+
+
+def _layer_of(run: Layer, index: Number) -> Layer:
+    """Layer ``index`` of a stacked run, counted through its repeats; its routed experts stay in the stack."""
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), run)
+    if isinstance(index, int):
+        return jax.tree.map(lambda leaf: leaf[index], flat)
+    layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), flat)
+    experts = flat.feed_forward
+    kept = dataclasses.replace(layer.feed_forward, gate_up=experts.gate_up, down=experts.down, layer=index)
+    return dataclasses.replace(layer, feed_forward=kept)
 
 
 def stack_layers(layers: UnrolledLayers, topology: Topology) -> StackedLayers:

@@ -5,21 +5,28 @@ Model specification, section 9. Every layer and draft stage has one; there is no
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.linear import linear_float32
 from deepinfer_jax.model.params import Leaf, Parameter, Stored, single
-from pallas_kernels import clamped_swiglu, grouped_experts
+from pallas_kernels import clamped_swiglu
 
 
 @struct.dataclass
 class MixtureOfExperts:
-    """Router and experts. ``gate_up`` stacks w1 above w3."""
+    """Router and experts. ``gate_up`` stacks w1 above w3.
+
+    ``layer`` is set inside a loop over stacked layers only: ``gate_up`` and ``down`` then hold the experts of several
+    layers, ``[layers experts ...]``, and this is the number of the layer among them.
+    """
 
     router: Leaf
     text_bias: Leaf
@@ -28,6 +35,7 @@ class MixtureOfExperts:
     down: Leaf
     shared_gate_up: Leaf
     shared_down: Leaf
+    layer: Leaf = None
 
     @classmethod
     def describe(cls, config: ModelConfig, prefix: str, experts: int) -> MixtureOfExperts:
@@ -65,6 +73,16 @@ class MixtureOfExperts:
         )
 
 
+def split_experts(params: MixtureOfExperts) -> MixtureOfExperts:
+    """The same experts as one array each, which CPUs read in place."""
+    experts = range(params.router.shape[0])
+    return dataclasses.replace(
+        params,
+        gate_up=tuple(params.gate_up[expert] for expert in experts),
+        down=tuple(params.down[expert] for expert in experts),
+    )
+
+
 def route(
     params: MixtureOfExperts,
     inputs: Float[Array, "rows hidden"],
@@ -92,21 +110,21 @@ def mixture_of_experts(
     valid: Bool[Array, " rows"],
     chosen: int,
     config: ModelConfig,
-    implementation: str | None = None,
+    exchange: Exchange = LOCAL,
 ) -> tuple[Float[Array, "rows hidden"], Taps]:
     """Routed experts plus the shared expert, summed in float32 and rounded once. Padding rows use no routed expert.
 
-    ``implementation`` is passed to :func:`pallas_kernels.grouped_experts`; "dense" is differentiable.
+    ``exchange`` reaches the routed experts; ``LocalExchange("dense")`` is differentiable.
     """
     experts, weights, biased = route(params, inputs, image, chosen, config)
-    routed = grouped_experts(
+    routed = exchange.experts(
         inputs,
         jnp.where(valid[:, None], experts, -1),
         weights,
         params.gate_up,
         params.down,
         limit=config.swiglu_limit,
-        implementation=implementation,
+        layer=params.layer,
     )
     hidden = clamped_swiglu(linear_float32(inputs, params.shared_gate_up), config.swiglu_limit)
     shared = linear_float32(hidden.astype(inputs.dtype), params.shared_down)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from deepinfer_jax.numerics import Numerics
 from pallas_kernels import PackedWeight, pack_weight
@@ -174,16 +174,20 @@ def draw(item: Parameter, key: Array, numerics: Numerics) -> Array | PackedWeigh
     dtype = item.dtype(numerics)
     if item.stored is Stored.DERIVED:
         return jnp.arange(item.shape[0], dtype=dtype) % item.classes
-    noise = jax.random.normal(key, item.shape, jnp.float32)
+    return from_noise(item, jax.random.normal(key, item.shape, jnp.float32)).astype(dtype)
+
+
+def from_noise(item: Parameter, noise: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The values of a parameter, or of some of its rows, from standard normal noise by its ``init`` rule; float32."""
     rules = {
-        "normal": lambda: noise * item.shape[-1] ** -0.5,
+        "normal": lambda: noise * noise.shape[-1] ** -0.5,
         "unit": lambda: noise,
         "small": lambda: noise * 0.1,
         "norm": lambda: 1.0 + 0.1 * noise,
         "mix_scale": lambda: 0.3 + 0.05 * noise,
-        "mix_base": lambda: _mix_base(item.shape[0]) + 0.1 * noise,
+        "mix_base": lambda: _mix_base(noise.shape[0]) + 0.1 * noise,
     }
-    return rules[item.init]().astype(dtype)
+    return rules[item.init]()
 
 
 def _mix_base(mixes: int) -> Array:

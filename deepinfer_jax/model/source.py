@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from deepinfer_jax.cache.state import State, decode, encode
 from deepinfer_jax.model.rows import Rows, at_positions
-from pallas_kernels import gather_rows
 
 # A layer or group number: a Python int in unrolled execution, a traced scalar inside a scan over layers.
 Number = int | Int[Array, ""]
@@ -168,7 +167,8 @@ class PagedSource:
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Array:
         capacity = self.block_tables.shape[1] * (self.state.layout.block_tokens // ratio)
         entries = jnp.tile(jnp.arange(capacity, dtype=jnp.int32)[None], (request.shape[0], 1))
-        return gather_rows(self.state.index, self._pool_rows(group, ratio, rows.slots[request][:, None], entries))
+        pool_rows = self._pool_rows(group, ratio, rows.slots[request][:, None], entries)
+        return decode(jnp.take(self.state.index, pool_rows, axis=0, mode="clip"))
 
     def entry_rows(self, group: Number, ratio: int, rows: Rows, selection: Array) -> tuple[Array, Array]:
         pool_rows = self._pool_rows(group, ratio, rows.slots[:, None], jnp.maximum(selection, 0))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.draft import DraftHead
 from deepinfer_jax.model.engram import Engram, compressed_ids, read_memory, table_rows
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.hyper_connections import Taps, collapse, initial_streams
 from deepinfer_jax.model.indexer import Selected
 from deepinfer_jax.model.layer import (
@@ -26,12 +27,14 @@ from deepinfer_jax.model.layer import (
     unroll_layers,
 )
 from deepinfer_jax.model.linear import linear_float32, rms_norm
+from deepinfer_jax.model.moe import split_experts
 from deepinfer_jax.model.params import Leaf, Parameter, Stored, norm, single
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.topology import Topology, topology
+from pallas_kernels import expand
 
 
 @struct.dataclass
@@ -83,6 +86,20 @@ class Model:
         return dataclasses.replace(self, layers=unroll_layers(self.layers, topology(config)))
 
 
+def split_experts_of(params: Model) -> Model:
+    """The unrolled parameters with one array per expert; see :func:`deepinfer_jax.model.moe.split_experts`."""
+    assert isinstance(params.layers, UnrolledLayers)
+
+    def split(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, feed_forward=split_experts(layer.feed_forward))
+
+    draft = params.draft
+    if draft is not None:
+        draft = dataclasses.replace(draft, stages=tuple(split(stage) for stage in draft.stages))
+    layers = UnrolledLayers(tuple(split(layer) for layer in params.layers.layers))
+    return dataclasses.replace(params, layers=layers, draft=draft)
+
+
 @struct.dataclass
 class Output:
     """Result of a forward pass.
@@ -103,7 +120,7 @@ def forward(
     source: KeySource,
     config: ModelConfig,
     numerics: Numerics,
-    experts: str | None = None,
+    exchange: Exchange = LOCAL,
 ) -> Output:
     """Run the backbone over a step's rows.
 
@@ -112,14 +129,14 @@ def forward(
       rows: the step's rows.
       source: where keys of earlier tokens are found; its successor is in the output.
       config, numerics: static.
-      experts: implementation of the routed experts, see :func:`pallas_kernels.grouped_experts`.
+      exchange: how rows reach routed experts, token embeddings and Engram tables.
 
     Returns:
       The output. Per-layer taps exist in unrolled form only, named as in the golden data; everything unread is dropped
       by the compiler.
     """
     plan = topology(config)
-    embeddings = embed(params, rows, numerics)
+    embeddings = embed(params, rows, numerics, exchange)
     taps: Taps = {"embed_out": embeddings}
     columns = None
     if config.engram is not None:
@@ -141,17 +158,17 @@ def forward(
         if segment.engram is not None:
             assert columns is not None
             streams, gates = read_memory(
-                params.engrams[segment.engram], carry.streams, columns[:, segment.engram], rows.image, config
+                params.engrams[segment.engram], carry.streams, columns[:, segment.engram], rows.image, config, exchange
             )
             carry = dataclasses.replace(carry, streams=streams)
             name = f"layers.{segment.first_layer}"
             taps |= {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
         if isinstance(params.layers, StackedLayers):
             runs = params.layers.segments[segment_number]
-            carry = run_segment(runs, segment, plan, carry, rows, config, numerics, experts)
+            carry = run_segment(runs, segment, plan, carry, rows, config, numerics, exchange)
         else:
             carry, layer_taps = _run_unrolled(
-                params.layers, segment.layers, plan, carry, rows, config, numerics, experts
+                params.layers, segment.layers, plan, carry, rows, config, numerics, exchange
             )
             taps |= layer_taps
     collapsed = collapse(carry.streams, carry.pre)
@@ -168,7 +185,7 @@ def _run_unrolled(
     rows: Rows,
     config: ModelConfig,
     numerics: Numerics,
-    experts: str | None,
+    exchange: Exchange,
 ) -> tuple[Carry, Taps]:
     taps: Taps = {}
     targets = carry.draft_taps.shape[0]
@@ -176,15 +193,15 @@ def _run_unrolled(
         with jax.named_scope(f"layer_{layer}"):
             place = LayerNumbers.of(plan, layer, targets)
             carry, layer_taps = run_layer(
-                layers.layers[layer], plan.layers[layer].kind, place, carry, rows, config, numerics, experts
+                layers.layers[layer], plan.layers[layer].kind, place, carry, rows, config, numerics, exchange
             )
         taps |= {f"layers.{layer}.{name}": value for name, value in layer_taps.items()}
     return carry, taps
 
 
-def embed(params: Model, rows: Rows, numerics: Numerics) -> Float[Array, "rows hidden"]:
+def embed(params: Model, rows: Rows, numerics: Numerics, exchange: Exchange = LOCAL) -> Float[Array, "rows hidden"]:
     """Token embeddings, replaced by image embeddings on image-type rows that bring them."""
-    embeddings = jnp.take(params.embedding, rows.tokens, axis=0, mode="clip").astype(numerics.dtype)
+    embeddings = expand(exchange.lookup(params.embedding, rows.tokens), numerics.dtype).astype(numerics.dtype)
     if rows.image_embeddings is None:
         return embeddings
     return jnp.where(rows.image[:, None], rows.image_embeddings.astype(numerics.dtype), embeddings)

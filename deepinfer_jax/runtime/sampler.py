@@ -58,7 +58,11 @@ def sample(
 
     ``positions`` are those of the sampled tokens. The lowest id wins exact ties.
     """
-    noise = gumbel_noise(seeds, positions, logits.shape[-1])
-    warm = temperatures[:, None] > 0
-    scaled = logits / jnp.where(warm, temperatures[:, None], 1.0)
-    return jnp.argmax(jnp.where(warm, scaled + noise, logits), axis=-1).astype(jnp.int32)
+
+    def noisy(scores: Float[Array, "rows vocabulary"]) -> Float[Array, "rows vocabulary"]:
+        warm = temperatures[:, None] > 0
+        scaled = scores / jnp.where(warm, temperatures[:, None], 1.0)
+        return jnp.where(warm, scaled + gumbel_noise(seeds, positions, scores.shape[-1]), scores)
+
+    scores = jax.lax.cond(jnp.any(temperatures > 0), noisy, lambda scores: scores, logits)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)

@@ -8,19 +8,24 @@ was cut into chunks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.draft import context_keys, store_context
+from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import PagedSource
 from deepinfer_jax.model.transformer import Model, forward, logits
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.batch import Batch
+from deepinfer_jax.runtime.sampler import sample
 
 DETERMINISTIC_ROWS = 8
 
@@ -43,6 +48,7 @@ def advance(
     numerics: Numerics,
     *,
     deterministic: bool = False,
+    exchange: Exchange = LOCAL,
 ) -> Advanced:
     """Run a step's rows through backbone and draft context, and keep their keys in the state.
 
@@ -52,10 +58,31 @@ def advance(
       rows: the step's rows.
       block_tables: each slot's blocks in token order, covering every position of the rows.
       config, numerics, deterministic: static.
+      exchange: how rows reach parameters that are spread over devices.
     """
     if not deterministic:
-        return _advance(params, state, rows, block_tables, config, numerics)
-    return _advance_in_tiles(params, state, rows, block_tables, config, numerics)
+        return _advance(params, state, rows, block_tables, config, numerics, exchange)
+    return _advance_in_tiles(params, state, rows, block_tables, config, numerics, exchange)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("state",))
+def advance_and_sample(
+    params: Model,
+    state: State,
+    batch: Batch,
+    block_tables: Int[Array | np.ndarray, "slots blocks"],
+    last: Int[Array | np.ndarray, " requests"],
+    temperatures: Float[Array | np.ndarray, " requests"],
+    seeds: UInt32[Array | np.ndarray, "requests 2"],
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[State, Int[Array, " requests"]]:
+    """Compiled: run a step and sample one token behind each of the rows ``last``. Donates the state."""
+    rows = batch.to_rows()
+    advanced = advance(params, state, rows, jnp.asarray(block_tables), config, numerics)
+    scores = row_logits(params, advanced.hidden[last])
+    return advanced.state, sample(scores, jnp.asarray(temperatures), jnp.asarray(seeds), rows.positions[last] + 1)
 
 
 def row_logits(
@@ -78,8 +105,9 @@ def _advance(
     block_tables: Int[Array, "slots blocks"],
     config: ModelConfig,
     numerics: Numerics,
+    exchange: Exchange,
 ) -> Advanced:
-    output = forward(params, rows, PagedSource(state, block_tables), config, numerics)
+    output = forward(params, rows, PagedSource(state, block_tables), config, numerics, exchange)
     source = output.source
     if params.draft is not None:
         keys = context_keys(params.draft, output.draft_taps, rows, config, numerics)
@@ -95,6 +123,7 @@ def _advance_in_tiles(
     block_tables: Int[Array, "slots blocks"],
     config: ModelConfig,
     numerics: Numerics,
+    exchange: Exchange,
 ) -> Advanced:
     count = rows.tokens.shape[0]
     tiles = -(-count // DETERMINISTIC_ROWS)
@@ -104,7 +133,7 @@ def _advance_in_tiles(
 
     def one_tile(tile: Array, carry: Advanced) -> Advanced:
         start = tile * DETERMINISTIC_ROWS
-        part = _advance(params, carry.state, _tile_rows(padded, start), block_tables, config, numerics)
+        part = _advance(params, carry.state, _tile_rows(padded, start), block_tables, config, numerics, exchange)
         return Advanced(
             state=part.state,
             hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, part.hidden, start, 0),

@@ -31,7 +31,8 @@ def _bytes_by_spelling() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
 
 
-_BYTES_BY_SPELLING: Mapping[str, int] = MappingProxyType(_bytes_by_spelling())
+BYTES_BY_SPELLING: Mapping[str, int] = MappingProxyType(_bytes_by_spelling())
+"""The byte that each character of a byte-level spelling stands for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Tokenizer:
         if token_id in self.control_spellings:
             return spelling.encode()
         try:
-            return bytes([_BYTES_BY_SPELLING[character] for character in spelling])
+            return bytes([BYTES_BY_SPELLING[character] for character in spelling])
         except KeyError:
             # The decoder of the tokenizers package takes a token outside the byte alphabet literally.
             return spelling.encode()

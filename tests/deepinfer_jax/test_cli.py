@@ -11,14 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from deepinfer_jax import __version__, cli
-from deepinfer_jax.commands import generate, inspect, logits
+from deepinfer_jax.commands import bench, convert, generate, inspect, logits, synthesize
 from deepinfer_jax.errors import CheckpointError, ConfigError, InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EPILOGS = (cli.EPILOG, generate.EPILOG, inspect.EPILOG, logits.EPILOG)
-EXAMPLES = [
-    line.strip() for epilog in EPILOGS for line in epilog.splitlines() if "deepinfer-jax " in line and "--" in line
-]
+EPILOGS = (cli.EPILOG, bench.EPILOG, convert.EPILOG, generate.EPILOG, inspect.EPILOG, logits.EPILOG, synthesize.EPILOG)
+BUILT_IN = ["bench", "convert", "generate", "inspect", "logits", "synthesize"]
+EXAMPLES = [line.strip() for epilog in EPILOGS for line in epilog.splitlines() if "deepinfer-jax " in line]
 
 
 @click.command()
@@ -39,9 +38,9 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess:
 def test_help_lists_the_commands_with_examples_and_exit_codes():
     result = CliRunner().invoke(cli.main, ["--help"])
     assert result.exit_code == 0
-    for command in ("generate", "inspect", "logits"):
+    for command in BUILT_IN:
         assert f"\n  {command} " in result.stdout
-        assert f"  deepinfer-jax {command} --" in result.stdout
+        assert f"  deepinfer-jax {command} " in result.stdout
     assert "  130  interrupted" in result.stdout
 
 
@@ -55,7 +54,7 @@ def test_a_command_runs_from_the_source_tree():
 
 def test_built_in_commands_need_no_installed_metadata(monkeypatch):
     found(monkeypatch)
-    assert cli.main.list_commands(click.Context(cli.main)) == ["generate", "inspect", "logits"]
+    assert cli.main.list_commands(click.Context(cli.main)) == BUILT_IN
     assert CliRunner().invoke(cli.main, ["logits", "--help"]).exit_code == 0
 
 
@@ -68,7 +67,7 @@ def test_other_packages_add_commands_and_replace_built_in_ones(monkeypatch):
         EntryPoint("inspect", place, cli.COMMAND_GROUP),
         EntryPoint("foreign", place, "console_scripts"),
     )
-    assert sorted(cli.command_entries()) == ["generate", "inspect", "logits", "probe"]
+    assert sorted(cli.command_entries()) == sorted([*BUILT_IN, "probe"])
     for name in ("probe", "inspect"):
         assert CliRunner().invoke(cli.main, [name]).stdout == "probed\n"
 
@@ -115,15 +114,16 @@ def test_an_unknown_command_is_a_usage_error():
 
 
 def test_there_are_examples_of_every_command():
-    assert {line.split("deepinfer-jax ")[1].split()[0] for line in EXAMPLES} >= {"generate", "inspect", "logits"}
+    assert {line.split("deepinfer-jax ")[1].split()[0] for line in EXAMPLES} >= {*BUILT_IN}
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
 def test_every_example_of_the_help_is_accepted(line, tmp_path, monkeypatch):
     """The words are parsed and checked; nothing is run."""
     monkeypatch.chdir(tmp_path)
-    Path("MODEL").mkdir()
-    for name in ("chat.json", "ids.json"):
+    for name in ("MODEL", "CONVERTED"):
+        Path(name).mkdir()
+    for name in ("chat.json", "config.json", "ids.json"):
         Path(name).write_text("[]", encoding="utf-8")
     words = shlex.split(line.split("deepinfer-jax ")[1].split(" | ")[0].split(" > ")[0])
     command = cli.main.get_command(click.Context(cli.main), words[0])

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shutil
-import struct
 
 import jax
 import jax.numpy as jnp
@@ -25,42 +24,12 @@ from deepinfer_jax.errors import CheckpointError, ConfigError
 from deepinfer_jax.model.params import Stored, parameters
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import BF16, F32, Numerics
+from tests.containers import Tensor, read_container, write_container
 from tests.golden import DATA, tensors
 
 PLAIN, QUANTISED = DATA / "tiny-a" / "bf16", DATA / "tiny-a" / "quant"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 both_checkpoints = pytest.mark.parametrize("directory", [PLAIN, QUANTISED], ids=["plain", "quantised"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One stored tensor, byte for byte."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: bytes
-
-
-def read_container(file):
-    """Name -> Tensor of one file."""
-    content = file.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + size])
-    header.pop("__metadata__", None)
-    return {
-        name: Tensor(entry["dtype"], tuple(entry["shape"]), content[8 + size :][slice(*entry["data_offsets"])])
-        for name, entry in header.items()
-    }
-
-
-def write_container(file, stored):
-    header, offset = {}, 0
-    for name, tensor in stored.items():
-        end = offset + len(tensor.content)
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.content for tensor in stored.values()))
 
 
 @functools.cache
@@ -188,7 +157,7 @@ def test_the_token_map_comes_from_the_tokenizer():
 
 def test_progress_names_every_parameter_as_it_is_read():
     names = []
-    load_model(PLAIN, F32, names.append)
+    load_model(PLAIN, F32, progress=names.append)
     assert names == [item.released[0][0] for item in parameters(described()) if item.stored is not Stored.DERIVED]
 
 
@@ -224,7 +193,7 @@ def test_plain_tensors_are_accepted_where_quantised_ones_are_described(tmp_path,
     assert_golden(load_model(directory, F32)[1])
 
 
-def test_extra_tensors_are_reported_and_not_read(tmp_path):
+def test_extra_tensors_are_reported_and_refused(tmp_path):
     extra = {
         "layers.3.attn.compressor.wkv.weight": plain(np.ones((64, 64))),
         "layers.11.attn_norm.weight": plain(np.ones(64)),
@@ -235,7 +204,10 @@ def test_extra_tensors_are_reported_and_not_read(tmp_path):
     assert set(found.extra) == extra.keys()
     assert (found.missing, found.tied, found.complete) == ((), (), True)
     assert found.present == found.described + 3
-    assert_golden(load_model(directory, F32)[1])
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}")) as refused:
+        load_model(directory, F32)
+    assert refused.value.key in extra
+    assert "config.json describes" in refused.value.accepted
 
 
 def test_tied_copies_in_draft_stages_are_dropped(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.exchange import LocalExchange
 from deepinfer_jax.model.moe import MixtureOfExperts, mixture_of_experts, route
 from deepinfer_jax.model.params import Stored, initialise, parameters
 from deepinfer_jax.numerics import Numerics
@@ -160,7 +161,7 @@ def test_the_gate_temperature_divides_the_logits():
 def test_feed_forward_follows_the_definition(implementation):
     """Routed and shared experts, both clamps, both biases; padding rows keep the shared expert only."""
     x = inputs(4)
-    outputs, taps = run(layer(), x, IMAGE, VALID, CHOSEN, config(), implementation)
+    outputs, taps = run(layer(), x, IMAGE, VALID, CHOSEN, config(), LocalExchange(implementation))
     np.testing.assert_allclose(outputs, reference(layer(), x, IMAGE, VALID, config()), rtol=1e-5, atol=2e-5)
     assert taps.keys() == {"router_biased_scores", "router_indices", "router_weights"}
 

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.attention import Attention, attend
+from deepinfer_jax.model.indexer import Selected
+from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.rows import Rows, at_positions, sequence_rows
+from deepinfer_jax.model.source import SequenceSource
+from deepinfer_jax.numerics import F32
+from deepinfer_jax.topology import LayerKind, Mode
 
 # (slot, first position, rows) of consecutive requests; slot -1 stands for that many padding rows.
 LAYOUTS = {
@@ -137,3 +144,26 @@ def test_absent_positions_take_values_from_the_request_itself():
     got, present = at_positions(values, rows, jnp.asarray([2]), jnp.asarray([[-1, 0, 3, 4, 5, 6, 90]]))
     np.testing.assert_array_equal(present, [[False, False, False, True, True, False, False]])
     assert np.isfinite(got).all()
+
+
+def test_a_floor_hides_the_window_keys_below_it():
+    """Rows from the floor on, in one window-only attention: the same where the rows below it do not exist."""
+    config = ModelConfig.preset("mini-40")
+    kind = LayerKind(Mode.WINDOW, 0)
+    params = initialise(Attention.describe(config, "layers.0.attn", kind), jax.random.key(0), F32)
+    floor, length = 5, 5 + config.sliding_window
+    inputs = jnp.asarray(np.random.default_rng(0).standard_normal((length, config.hidden_size)), jnp.float32)
+
+    @jax.jit
+    def attended(inputs, rows):
+        count = inputs.shape[0]
+        source = SequenceSource.empty(count, count, config.head_dim, config.index_head_dim, F32.dtype)
+        return attend(params, kind, 0, 0, inputs, Selected.empty(count, config), rows, source, config, F32)[0]
+
+    floors = jnp.full(length, floor, jnp.int32)
+    floored = attended(inputs, rows_of([(0, 0, length)], floors=floors))[floor:]
+    begun = attended(inputs[floor:], rows_of([(0, floor, length - floor)], floors=floors[floor:]))
+    free = attended(inputs, rows_of([(0, 0, length)]))[floor:]
+    np.testing.assert_allclose(floored, begun, rtol=1e-5, atol=1e-5)
+    different = np.abs(np.asarray(floored - free)).max(axis=1) > 1e-3
+    np.testing.assert_array_equal(different, [True] * (config.sliding_window - 1) + [False])

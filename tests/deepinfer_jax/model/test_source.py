@@ -110,7 +110,7 @@ def check_windows(reads, rows, begin):
                 wanted = np.arange(position - FAR, position + tile_rows)
                 held = (wanted >= max(begin[slot] - WINDOW_RING, 0)) & (wanted <= last)
                 want = np.where(held[:, None], stamped(1, layer, slot, wanted), 0)
-                np.testing.assert_array_equal(reads[f"window {layer} {part}"][tile], want, (layer, slot, position))
+                np.testing.assert_array_equal(reads[f"window {layer} {part}"][tile], want, f"{layer} {slot} {position}")
 
 
 def check_row_reads(reads, rows):
@@ -121,13 +121,13 @@ def check_row_reads(reads, rows):
         for group, ratio in enumerate(LAYOUT.ratios):
             if position > 0:
                 want = np.tile(stamped(2, group, slot, [position - 1])[0], 2)
-                np.testing.assert_array_equal(reads[f"previous {group}"][row], want, (group, slot, position))
+                np.testing.assert_array_equal(reads[f"previous {group}"][row], want, f"{group} {slot} {position}")
             visible = (position + 1) // ratio
             keys = reads[f"index {group}"][row][:visible]
-            np.testing.assert_array_equal(keys, stamped(4, group, slot, range(visible)), (group, slot, position))
+            np.testing.assert_array_equal(keys, stamped(4, group, slot, range(visible)), f"{group} {slot} {position}")
             selection, entries = (np.asarray(leaf)[row] for leaf in reads[f"entries {group}"])
             want = np.where(selection[:, None] >= 0, stamped(3, group, slot, selection), -1)
-            np.testing.assert_array_equal(entries, want, (group, slot, position))
+            np.testing.assert_array_equal(entries, want, f"{group} {slot} {position}")
 
 
 def random_schedule(seed):
@@ -162,7 +162,9 @@ def test_reads_return_what_stands_at_the_wanted_place(seed, dtype):
         check_row_reads(reads, rows)
 
 
-@pytest.mark.parametrize("cuts", [[1] * 20, [3] * 7, [12, 12], [12, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [[1] * 20, [3] * 7, [12, 12], [12, 1, 1, 5]], ids=["one by one", "odd", "longest", "mixed"]
+)
 def test_every_boundary_between_steps(cuts):
     """One request; odd boundaries split the pairs of ratio 2, and a step of 12 rows is longer than every ring."""
     state, done = nan_state(), 0

@@ -12,6 +12,7 @@ import pytest
 from jax import Array
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.exchange import LOCAL, Exchange, LocalExchange
 from deepinfer_jax.model.params import abstract, initialise, parameters
 from deepinfer_jax.model.rows import Rows, sequence_rows
 from deepinfer_jax.model.transformer import Model, forward, logits
@@ -25,15 +26,15 @@ TILE_ROWS = 16
 LOGIT_TOLERANCE = 2e-4
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics", "experts"))
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "exchange"))
 def full_pass(
-    params: Model, tokens: Array, config: ModelConfig, numerics: Numerics = F32, experts: str | None = None
+    params: Model, tokens: Array, config: ModelConfig, numerics: Numerics = F32, exchange: Exchange = LOCAL
 ) -> Array:
     """Logits ``[sequences length vocabulary]`` of one stateless pass."""
     sequences, length = tokens.shape
     rows = sequence_rows(tokens, TILE_ROWS)
     source = sequence_source(config, numerics, rows, length)
-    output = forward(params, rows, source, config, numerics, experts)
+    output = forward(params, rows, source, config, numerics, exchange)
     return logits(params, output.hidden).reshape(sequences, -1, config.vocab_size)[:, :length]
 
 
@@ -67,7 +68,8 @@ def test_both_checkpoints_hold_the_same_weights() -> None:
 def test_dense_experts_agree_with_grouped_ones() -> None:
     config, params = golden_model("bf16", "f32")
     _, batch = prompt_batch(LENGTH)
-    difference = np.abs(full_pass(params, batch, config) - full_pass(params, batch, config, experts="dense"))
+    grouped = full_pass(params, batch, config)
+    difference = np.abs(grouped - full_pass(params, batch, config, exchange=LocalExchange("dense")))
     assert difference.max() <= LOGIT_TOLERANCE
 
 
@@ -77,7 +79,7 @@ def test_dense_pass_is_differentiable() -> None:
     tokens = jnp.asarray([prompts()["p3w_plus1"]], jnp.int32)
 
     def loss(params: Model) -> Array:
-        scores = jax.nn.log_softmax(full_pass(params, tokens, config, experts="dense"))
+        scores = jax.nn.log_softmax(full_pass(params, tokens, config, exchange=LocalExchange("dense")))
         return -jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], -1).mean()
 
     floats = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.float32 else None, params)

@@ -1,0 +1,303 @@
+"""Conversion of a released checkpoint to the converted layout: bounded memory, resumable, verified.
+
+The work is planned as groups of at most 64 MiB, in the order of the parameter tree. A group is written, then noted in
+``conversion/`` with the digests of what was written and of the released tensors it was made from; a conversion that was
+interrupted goes on behind the last note. When every group is there, all of them are read back and compared, and only
+then does the manifest make the directory a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.checkpoint.converted import (
+    ARRAYS,
+    GROUP_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    StoredArray,
+    StoredPart,
+    array_name,
+    check_group,
+    content_digest,
+    read_manifest,
+    restore_group,
+    save_group,
+    write_manifest,
+)
+from deepinfer_jax.checkpoint.digest import (
+    ChunkDigests,
+    ContentCheck,
+    Digests,
+    read_digests,
+    unverified_id,
+    write_digests,
+    write_json,
+)
+from deepinfer_jax.checkpoint.pieces import Bounds, Part, fill, lengths, whole
+from deepinfer_jax.checkpoint.placement import blocks
+from deepinfer_jax.checkpoint.progress import Progress, silent
+from deepinfer_jax.checkpoint.reader import UNFINISHED, check_names, check_parameter
+from deepinfer_jax.checkpoint.released import PLAIN_DTYPES, ReleasedStorage
+from deepinfer_jax.checkpoint.safetensors import TensorFiles, open_directory
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.errors import CheckpointError, InputError
+from deepinfer_jax.model.params import Parameter, Stored, parameters
+from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.numerics import BF16, F32, RELEASED, Numerics
+
+# Small files that make a checkpoint complete; the first is required.
+COMPANIONS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+STORED_NUMERICS = (RELEASED.name, BF16.name, F32.name)
+"""Numerics whose weights differ in form, by name."""
+
+_PLAN_FILE = "plan.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPart:
+    """A block of one array of a parameter, to be written under ``key``."""
+
+    item: Parameter
+    part: Part
+    bounds: Bounds
+    dtype: np.dtype
+    key: str
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk, before compression."""
+        return int(np.prod(lengths(self.bounds))) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parts that are written together."""
+
+    name: str
+    parts: tuple[PlannedPart, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What is known of a written group: digests of its parts by key, and of chunks of released tensors it covered."""
+
+    parts: Mapping[str, str]
+    tensors: ChunkDigests
+
+
+def convert(
+    source: Path,
+    target: Path,
+    numerics: Numerics | None = None,
+    progress: Progress = silent,
+) -> Digests:
+    """Convert a checkpoint of the released layout; goes on where an earlier call was interrupted.
+
+    Args:
+      source: a checkpoint of the released layout.
+      target: the directory to write, absent, empty, or an earlier conversion of the same source.
+      numerics: the form to store; None means :func:`lossless_numerics`.
+      progress: told of two phases, writing and verifying.
+
+    Returns:
+      The digests of the source, which are the target's too.
+
+    Raises:
+      ConfigError, CheckpointError: the source cannot be read, or what was written differs from what is read back.
+      InputError: the target holds something else.
+    """
+    config = ModelConfig.from_directory(source)
+    described = Model.describe(config)
+    files = open_directory(source)
+    storage = ReleasedStorage(files, ContentCheck(files, read_digests(source)))
+    numerics = numerics or lossless_numerics(described, files)
+    wanted = [item for item in parameters(described) if item.released]
+    check_names(described, wanted, storage)
+    for item in wanted:
+        check_parameter(item, storage, numerics)
+    conversion = Conversion(target, storage, numerics, tuple(plan(wanted, numerics)))
+    if not conversion.begin():
+        conversion.write(progress)
+        conversion.verify(progress)
+        conversion.finish(source)
+    digests = read_digests(target)
+    assert digests is not None
+    return digests
+
+
+def lossless_numerics(described: Model, files: TensorFiles) -> Numerics:
+    """The most compact numerics whose stored form loses nothing of a checkpoint.
+
+    Packed weights stay packed; a checkpoint that is plain, or plain in part, goes to bfloat16, which holds every
+    product of a quantised element and its scale, unless it has float32 tensors where the release has others.
+    """
+    packable = True
+    for item in parameters(described):
+        for name in (piece for pieces in item.released for piece in pieces):
+            dtype = files.entries[name].dtype if name in files.entries else None
+            if dtype == "F32" and item.stored is not Stored.F32:
+                return F32
+            packable = packable and not (item.has_scale and dtype in PLAIN_DTYPES)
+    return RELEASED if packable else BF16
+
+
+def plan(items: list[Parameter], numerics: Numerics) -> Iterator[Group]:
+    """The groups of a conversion; a group holds parts of one layer, or of one part of the model beside the layers."""
+    section, open_parts, size, number = "", list[PlannedPart](), 0, 0
+    for part in (part for item in items for part in _parts(item, numerics)):
+        next_section = _section(array_name(part.item))
+        if open_parts and (next_section != section or size + part.bytes > GROUP_BYTES):
+            yield Group(f"{section}-{number:05d}", tuple(open_parts))
+            open_parts, size, number = [], 0, number + 1
+        section = next_section
+        open_parts.append(part)
+        size += part.bytes
+    if open_parts:
+        yield Group(f"{section}-{number:05d}", tuple(open_parts))
+
+
+class Conversion:
+    """One conversion under way: its plan, and the notes about finished groups that are kept beside them."""
+
+    def __init__(self, target: Path, storage: ReleasedStorage, numerics: Numerics, groups: tuple[Group, ...]) -> None:
+        assert storage.content is not None
+        self.target = target
+        self.notes = target / UNFINISHED
+        self.groups = groups
+        self._storage = storage
+        self._content = storage.content
+        self._numerics = numerics
+
+    def begin(self) -> bool:
+        """Prepare the directory; True where it is a complete conversion of this source already.
+
+        Raises:
+          InputError: the directory holds something else, or a conversion of another source or to another form.
+        """
+        source = unverified_id(self._storage.files).value
+        identity = {"source": source, "numerics": self._numerics.name, "groups": [group.name for group in self.groups]}
+        if (self.target / MANIFEST_FILE).is_file():
+            found = read_manifest(self.target)
+            if (found.numerics, found.source) != (self._numerics.name, source):
+                self._refuse("a conversion of another checkpoint, or to other numerics")
+            shutil.rmtree(self.notes, ignore_errors=True)
+            return True
+        planned = self.notes / _PLAN_FILE
+        if planned.is_file():
+            if json.loads(planned.read_bytes()) != identity:
+                self._refuse("an unfinished conversion of another checkpoint, or to other numerics")
+            return False
+        if self.target.is_dir() and any(path.name != UNFINISHED for path in self.target.iterdir()):
+            self._refuse("a directory that is not empty")
+        self.notes.mkdir(parents=True, exist_ok=True)
+        write_json(planned, identity)
+        return False
+
+    def write(self, progress: Progress) -> None:
+        """Write every group that has no note yet, and its note behind it."""
+        finished = {group.name: note for group in self.groups if (note := self._note(group)) is not None}
+        for note in finished.values():
+            self._content.recall(note.tensors)
+        self._remove_leftovers(finished)
+        left = [group for group in self.groups if group.name not in finished]
+        with progress(len(left), " groups written") as step:
+            for group in left:
+                self._write_group(group)
+                step()
+
+    def verify(self, progress: Progress) -> None:
+        """Read every group back and compare it with its note. The note of one that differs is removed.
+
+        Raises:
+          CheckpointError: a group cannot be restored or differs; names it and both digests.
+        """
+        with progress(len(self.groups), " groups verified") as step:
+            for group in self.groups:
+                note = self._note(group)
+                assert note is not None
+                try:
+                    check_group(self.target, group.name, restore_group(self.target, group.name), note.parts)
+                except CheckpointError:
+                    self._note_file(group).unlink()
+                    raise
+                step()
+
+    def finish(self, source: Path) -> None:
+        """Complete the checkpoint: companions, digests, and last the manifest."""
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, self.target / name)
+        write_digests(self.target, self._content.digests())
+        write_manifest(self.target, self._manifest())
+        shutil.rmtree(self.notes)
+
+    def _write_group(self, group: Group) -> None:
+        tree = {}
+        for part in group.parts:
+            block = np.empty(lengths(part.bounds), part.dtype)
+            fill(block, self._storage, part.item, part.part, part.bounds)
+            tree[part.key] = block
+        save_group(self.target, group.name, tree)
+        note = Note({key: content_digest(block) for key, block in tree.items()}, self._content.take_new())
+        write_json(self._note_file(group), dataclasses.asdict(note))
+
+    def _remove_leftovers(self, finished: Mapping[str, Note]) -> None:
+        """What an interrupted run left of groups that have no note: orbax writes under a temporary name first."""
+        arrays = self.target / ARRAYS
+        for path in arrays.iterdir() if arrays.is_dir() else ():
+            if path.name not in finished:
+                shutil.rmtree(path)
+
+    def _note(self, group: Group) -> Note | None:
+        file = self._note_file(group)
+        if not file.is_file():
+            return None
+        document: dict[str, Any] = json.loads(file.read_bytes())
+        chunks = {
+            name: {int(chunk): digest for chunk, digest in one.items()} for name, one in document["tensors"].items()
+        }
+        return Note(document["parts"], chunks)
+
+    def _note_file(self, group: Group) -> Path:
+        return self.notes / f"{group.name}.json"
+
+    def _manifest(self) -> Manifest:
+        arrays: dict[str, dict[Part, StoredArray]] = {}
+        for group in self.groups:
+            note = self._note(group)
+            assert note is not None
+            for planned in group.parts:
+                part = StoredPart(group.name, planned.key, planned.bounds, note.parts[planned.key])
+                shape = planned.part.shape(planned.item, planned.item.shape)
+                of_parameter = arrays.setdefault(array_name(planned.item), {})
+                array = of_parameter.get(planned.part, StoredArray(planned.dtype.name, shape, ()))
+                of_parameter[planned.part] = dataclasses.replace(array, parts=(*array.parts, part))
+        return Manifest(self._numerics.name, unverified_id(self._storage.files).value, arrays)
+
+    def _refuse(self, found: str) -> None:
+        accepted = "an absent or empty directory, or an earlier conversion of the same checkpoint to the same numerics"
+        raise InputError(str(self.target), found, accepted, "choose another directory or remove this one")
+
+
+def _parts(item: Parameter, numerics: Numerics) -> Iterator[PlannedPart]:
+    packed = item.packed(numerics)
+    for part in (Part.DATA, Part.SCALE) if packed else (Part.VALUES,):
+        dtype = np.dtype(np.uint8) if packed else np.dtype(item.dtype(numerics))
+        shape = part.shape(item, item.shape)
+        for number, bounds in enumerate(blocks(whole(shape), dtype.itemsize, GROUP_BYTES)):
+            yield PlannedPart(item, part, bounds, dtype, f"{array_name(item)}.{part.value}.{number}")
+
+
+def _section(name: str) -> str:
+    """``layers.N`` or ``mtp.N`` for what belongs to a layer, else the first part of a name."""
+    pieces = name.split(".")
+    return ".".join(pieces[:2]) if pieces[0] in ("layers", "mtp") else pieces[0]

@@ -1,0 +1,207 @@
+"""``deepinfer-jax bench``: speed of the model on this machine, alone and beside other engines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import jax
+
+from deepinfer_jax.bench.model import Workload, measure_model
+from deepinfer_jax.bench.peers import PEERS
+from deepinfer_jax.bench.side_by_side import Plan, compare
+from deepinfer_jax.commands.allocator import allocator_settings
+from deepinfer_jax.commands.bench_text import comparison_text, figures_text
+from deepinfer_jax.commands.console import Console
+from deepinfer_jax.commands.options import quiet_option
+from deepinfer_jax.config import PRESETS, ModelConfig
+from deepinfer_jax.numerics import NUMERICS_NAMES, Numerics
+
+EPILOG = """
+\b
+Examples:
+  deepinfer-jax bench model --preset peer-50m --batch 8
+  deepinfer-jax bench model --config config.json --dtype bf16 --prompt 128 --json
+  deepinfer-jax bench peers --work-directory ~/peers --only torch --repeats 3
+"""
+
+
+def parse_environments(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    """Option callback: ``PEER=DIR`` pairs."""
+    environments = {}
+    for value in values:
+        name, separator, directory = value.partition("=")
+        if not separator or not directory:
+            raise click.BadParameter(f"{value!r} has not the form PEER=DIR", ctx, param)
+        environments[name] = Path(directory).absolute()
+    return environments
+
+
+@contextlib.contextmanager
+def ending_on_terminate() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that engines which stand still end too."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@click.group(name="bench", epilog=EPILOG)
+def command() -> None:
+    """Measure speed on this machine."""
+
+
+@command.command(name="model", epilog=EPILOG)
+@click.option("--preset", type=click.Choice(PRESETS), help="A built-in configuration.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A config.json instead of a preset.",
+)
+@click.option("--dtype", type=click.Choice(NUMERICS_NAMES), default="f32", show_default=True, help="Numerics.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Requests side by side.")
+@click.option("--prompt", type=click.IntRange(min=1), default=512, show_default=True, help="Prompt tokens each.")
+@click.option("--steps", type=click.IntRange(min=1), default=64, show_default=True, help="Decode steps.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; the best counts.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+def model_command(
+    preset: str | None,
+    config_file: Path | None,
+    dtype: str,
+    batch: int,
+    prompt: int,
+    steps: int,
+    repeats: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Prefill a batch of random prompts and decode, on random weights. Best of the repeats; medians beside."""
+    if preset is not None and config_file is None:
+        config = ModelConfig.preset(preset)
+    elif config_file is not None and preset is None:
+        config = ModelConfig.from_file(config_file)
+    else:
+        raise click.UsageError("give exactly one of --preset and --config")
+    console = Console(quiet)
+    work = Workload(batch=batch, prompt=prompt, steps=steps, repeats=repeats)
+    figures = measure_model(config, Numerics.preset(dtype), work, console.note)
+    if as_json:
+        console.text(json.dumps(dataclasses.asdict(figures)) + "\n")
+    else:
+        console.text(figures_text(figures))
+
+
+@command.command(name="peers", epilog=EPILOG)
+@click.option(
+    "--work-directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("build/peers"),
+    show_default=True,
+    metavar="DIR",
+    help="Where the peers' own environments, a synthetic checkpoint and logs live; kept between runs.",
+)
+@click.option("--only", type=click.Choice(list(PEERS)), multiple=True, help="These peers only; may be repeated.")
+@click.option(
+    "--environment",
+    "environments",
+    multiple=True,
+    callback=parse_environments,
+    metavar="PEER=DIR",
+    help="A virtual environment that has a peer installed, instead of making one; may be repeated.",
+)
+@click.option(
+    "--dtype",
+    "numerics",
+    type=click.Choice(NUMERICS_NAMES),
+    multiple=True,
+    default=Plan.numerics,
+    show_default=True,
+    help="This engine's numerics; may be repeated.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=Plan.batches,
+    show_default=True,
+    help="Requests side by side; may be repeated.",
+)
+@click.option("--prompt", type=click.IntRange(min=1), default=Plan.prompt, show_default=True, help="Prompt tokens.")
+@click.option("--steps", type=click.IntRange(min=1), default=Plan.steps, show_default=True, help="Decode steps.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=Plan.repeats, show_default=True, help="Turns of each engine."
+)
+@click.option(
+    "--processors",
+    type=click.IntRange(min=1),
+    default=Plan.processors,
+    show_default=True,
+    help="Processors that each engine may use.",
+)
+@click.option(
+    "--maximum-load",
+    type=click.FloatRange(min=0),
+    default=Plan.maximum_load,
+    show_default=True,
+    help="Load average above which nothing is started.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+def peers_command(
+    work_directory: Path,
+    only: tuple[str, ...],
+    environments: dict[str, Path],
+    numerics: tuple[str, ...],
+    batches: tuple[int, ...],
+    prompt: int,
+    steps: int,
+    repeats: int,
+    processors: int,
+    maximum_load: float,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run other CPU engines and this one in turn (A B A B) on a 50 M model, and print the ratios.
+
+    A peer that is not installed yet is installed with pip. An engine that fails is reported at the end, with exit code
+    1, and the others go on.
+    """
+    plan = Plan(
+        peers=only or tuple(PEERS),
+        numerics=numerics,
+        batches=batches,
+        prompt=prompt,
+        steps=steps,
+        repeats=repeats,
+        processors=processors,
+        maximum_load=maximum_load,
+        environments=environments,
+    )
+    console = Console(quiet)
+    # Other engines run on the CPU; here a device would only be held idle.
+    jax.config.update("jax_platforms", "cpu")
+    with ending_on_terminate():
+        result = compare(
+            plan,
+            work_directory,
+            environment=os.environ,
+            own_settings=allocator_settings(os.environ),
+            progress=console.note,
+        )
+    console.text(json.dumps(dataclasses.asdict(result)) + "\n" if as_json else comparison_text(result))
+    for failure in result.failures:
+        click.echo(f"Error: {failure.engine}: {failure.reason}", err=True)
+    if result.failures:
+        raise click.exceptions.Exit(1)
