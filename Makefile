@@ -8,7 +8,7 @@ DEMO_MODEL := tests/data/tiny-a/quant
 DEMO_PROMPT := The lighthouse
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint mutants clean
+.PHONY: help demo test test-all lint mutants aot clean
 
 # Shell functions, run by the recipes with `eval`. They report on standard error and print their result.
 define SETUP
@@ -37,7 +37,7 @@ interpreter_of() {
 # The mark of a finished installation: where it was made (environments cannot be moved) and from which pyproject.toml.
 mark() { pwd && cat pyproject.toml; }
 
-# prepare ENVIRONMENT VERSION INTERPRETER: status 1 if this Python makes no virtual environment, 2 if installing failed.
+# prepare ENVIRONMENT VERSION INTERPRETER EXTRA: status 1 if this Python makes no virtual environment, 2 if installing failed.
 prepare() {
 	if is_version "$$1/bin/python" "$$2" && [ "$$(head -n 1 "$$1/installed" 2>/dev/null)" = "$$(pwd)" ]; then
 		mark | cmp -s - "$$1/installed" && return 0
@@ -47,23 +47,27 @@ prepare() {
 		"$$3" -m venv --clear "$$1" >&2 || { rm -rf "$$1"; return 1; }
 		say "Installing deepinfer-jax and its dependencies into $$1 (this once; it takes some minutes)"
 	fi
-	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[dev]' >&2 || return 2
+	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$$4]" >&2 || return 2
 	mark >"$$1/installed"
 }
 
-# environments first|all: prepare and print the environment of the newest supported Python found, or of each one found.
+# environments first|all [EXTRA]: prepare and print the environment of the newest supported Python found, or of each one
+# found, with the dependencies of an extra (dev) of pyproject.toml.
 environments() {
 	found=
+	extra=$${2:-dev}
+	name=.venv
+	[ "$$extra" = dev ] || name=.venv-$$extra
 	for version in $(SUPPORTED); do
 		if ! interpreter=$$(interpreter_of "$$version"); then
 			[ "$$1" = first ] || [ -n "$(PYTHON)" ] || say "Python $$version: not found, left out"
 			continue
 		fi
-		prepare ".venv-$$version" "$$version" "$$interpreter"
+		prepare "$$name-$$version" "$$version" "$$interpreter" "$$extra"
 		case $$? in
-			0) found=yes; echo ".venv-$$version"; [ "$$1" = all ] || return 0 ;;
+			0) found=yes; echo "$$name-$$version"; [ "$$1" = all ] || return 0 ;;
 			1) say "Python $$version: $$interpreter cannot create a virtual environment (its venv or ensurepip module is missing), left out" ;;
-			*) say "Python $$version: installing into .venv-$$version failed, see above"; return 2 ;;
+			*) say "Python $$version: installing into $$name-$$version failed, see above"; return 2 ;;
 		esac
 	done
 	[ -z "$$found" ] || return 0
@@ -81,7 +85,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
-	@echo "  ARGUMENTS=... is passed on to pytest or to the mutation run."
+	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run or to the compiles."
 
 demo: ## generate text with a tiny model
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
@@ -111,6 +115,10 @@ lint: ## check style, format and types
 mutants: ## break the code on purpose, one place at a time, and see that the tests notice
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
 	"$$environment/bin/python" -m tests.mutants $(ARGUMENTS)
+
+aot: ## compile the released size for TPU, GPU and CPU meshes, in an environment of its own (1 GB of compilers)
+	@eval "$$SETUP"; environment=$$(environments first aot) || exit 1; \
+	"$$environment/bin/python" -m deepinfer_jax.bench.aot --write docs/accelerators.md $(ARGUMENTS)
 
 clean: ## remove environments, caches and build products
 	rm -rf .venv-* .jax_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

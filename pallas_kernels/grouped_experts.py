@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from pallas_kernels.implementation import choose
 from pallas_kernels.packed_weight import PackedWeight, expand, rounded_inputs
 
 # All experts stacked along the first axis, or one array each: a CPU copies what is indexed dynamically out of a stack.
-ExpertWeights = Float[Array, "experts rows columns"] | PackedWeight | tuple[Any, ...]
+ExpertWeights = Float[Array, "_experts _out _in"] | PackedWeight | tuple[Any, ...]
 
 # Beyond this many rows a CPU's matrix products gain nothing more.
 _LARGEST_TILE = 256
@@ -25,8 +26,8 @@ def grouped_experts(
     inputs: Float[Array, "rows hidden"],
     experts: Int[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
+    gate_up: Float[Array, "experts double_width hidden"] | PackedWeight | tuple[Any, ...],
+    down: Float[Array, "experts hidden width"] | PackedWeight | tuple[Any, ...],
     *,
     limit: float,
     tile_rows: int | None = None,
@@ -39,8 +40,9 @@ def grouped_experts(
       experts: expert ids per row; an id outside ``[0, experts)`` contributes nothing (padding rows use -1).
       weights: routing weight of each chosen expert.
       gate_up: w1 rows then w3 rows of each expert, ``[experts 2*width hidden]``; a tuple holds one array per expert.
-      down: w2 of each expert, ``[experts hidden width]``, in the same form as ``gate_up``. Packed weights are expanded to the inputs' dtype, one expert at a time by "tiled", and
-        what they multiply goes through fp8 where they ask for it.
+      down: w2 of each expert, ``[experts hidden width]``, in the same form as ``gate_up``. Packed weights are expanded
+        to the inputs' dtype, one expert at a time by "tiled", and what they multiply goes through fp8 where they ask
+        for it.
       limit: the gate is clamped from above at ``limit``, the up projection to ``[-limit, limit]``.
       tile_rows: rows of one expert multiplied together by "tiled". It is static, so that a row's result never depends
         on how many rows its expert received; by default a power of two near the mean number of rows an expert gets.
@@ -104,18 +106,17 @@ def _tiled(
     tile_rows: int | None,
 ) -> Float[Array, "rows hidden"]:
     rows, chosen = experts.shape
+    split = isinstance(gate_up, tuple)
     count = len(gate_up) if isinstance(gate_up, tuple) else gate_up.shape[0]
     if tile_rows is None:
-        tile_rows = _default_tile_rows(rows, chosen, count, isinstance(gate_up, tuple), inputs.dtype)
+        tile_rows = _default_tile_rows(rows, chosen, count, split, inputs.dtype)
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < count), flat, count)
     order = jnp.argsort(flat, stable=True)
     sizes = (flat[:, None] == jnp.arange(count)[None]).sum(axis=0, dtype=jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes
-    tiles = -(-sizes // tile_rows)
     sorted_weights = jnp.pad(weights.reshape(-1)[order], (0, tile_rows))
     sorted_rows = jnp.pad(order // chosen, (0, tile_rows))
-    readable = rounded_inputs(inputs, gate_up[0] if isinstance(gate_up, tuple) else gate_up)
+    readable = rounded_inputs(inputs, gate_up[0])
 
     def one_tile(start: Array, up: Array | PackedWeight, out: Array | PackedWeight, outputs: Array) -> Array:
         """Rows past the expert's last one compute garbage where later tiles, or nobody, will write and read."""
@@ -127,31 +128,60 @@ def _tiled(
         return jax.lax.dynamic_update_slice_in_dim(outputs, result, start, 0)
 
     outputs = jnp.zeros((rows * chosen + tile_rows, inputs.shape[1]), jnp.float32)
-    if isinstance(gate_up, tuple):
-        for expert, (up, out) in enumerate(zip(gate_up, down, strict=True)):
-
-            def own_tile(
-                tile: Array | int, outputs: Array, first: Array = starts[expert], up: Any = up, out: Any = out
-            ) -> Array:
-                return one_tile(first + tile * tile_rows, up, out, outputs)
-
-            if tile_rows >= rows:
-                # At most one tile: a branch reads the weights in place, where a loop would copy them.
-                outputs = jax.lax.cond(
-                    tiles[expert] > 0, functools.partial(own_tile, 0), lambda outputs: outputs, outputs
-                )
-            else:
-                outputs = jax.lax.fori_loop(0, tiles[expert], own_tile, outputs)
-    else:
-        tile_ends = jnp.cumsum(tiles)
-
-        def any_tile(tile: Array, outputs: Array) -> Array:
-            expert = jnp.searchsorted(tile_ends, tile, side="right")
-            start = starts[expert] + (tile - (tile_ends[expert] - tiles[expert])) * tile_rows
-            return one_tile(start, gate_up[expert], down[expert], outputs)
-
-        outputs = jax.lax.fori_loop(0, tile_ends[-1], any_tile, outputs)
+    run = _run_split if split else _run_stacked
+    outputs = run(one_tile, sizes, gate_up, down, outputs, tile_rows, rows)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(rows * chosen)).reshape(rows, chosen)
     used = flat.reshape(rows, chosen) < count
     parts = (jnp.where(used[:, one, None], outputs[place[:, one]], 0.0) for one in range(chosen))
     return functools.reduce(jnp.add, parts)
+
+
+def _run_stacked(
+    one_tile: Callable[..., Array],
+    sizes: Int[Array, " experts"],
+    gate_up: Any,
+    down: Any,
+    outputs: Float[Array, "slots hidden"],
+    tile_rows: int,
+    rows: int,
+) -> Float[Array, "slots hidden"]:
+    """One loop over all tiles of all experts, in expert order."""
+    del rows
+    starts = jnp.cumsum(sizes) - sizes
+    tiles = -(-sizes // tile_rows)
+    tile_ends = jnp.cumsum(tiles)
+
+    def any_tile(tile: Array, outputs: Array) -> Array:
+        expert = jnp.searchsorted(tile_ends, tile, side="right")
+        start = starts[expert] + (tile - (tile_ends[expert] - tiles[expert])) * tile_rows
+        return one_tile(start, gate_up[expert], down[expert], outputs)
+
+    return jax.lax.fori_loop(0, tile_ends[-1], any_tile, outputs)
+
+
+def _run_split(
+    one_tile: Callable[..., Array],
+    sizes: Int[Array, " experts"],
+    gate_up: Any,
+    down: Any,
+    outputs: Float[Array, "slots hidden"],
+    tile_rows: int,
+    rows: int,
+) -> Float[Array, "slots hidden"]:
+    """Expert after expert, each reading its own arrays."""
+    starts = jnp.cumsum(sizes) - sizes
+    tiles = -(-sizes // tile_rows)
+    for expert, (up, out) in enumerate(zip(gate_up, down, strict=True)):
+
+        def own_tile(
+            tile: Array | int, outputs: Array, start: Array = starts[expert], up: Any = up, out: Any = out
+        ) -> Array:
+            return one_tile(start + tile * tile_rows, up, out, outputs)
+
+        if tile_rows >= rows:
+            # At most one tile: a branch reads the weights in place, where a loop would copy them.
+            used = tiles[expert] > 0
+            outputs = jax.lax.cond(used, functools.partial(own_tile, 0), lambda outputs: outputs, outputs)
+        else:
+            outputs = jax.lax.fori_loop(0, tiles[expert], own_tile, outputs)
+    return outputs

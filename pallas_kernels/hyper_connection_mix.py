@@ -85,7 +85,7 @@ def _sinkhorn(
         total = functools.reduce(jnp.add, (values[one] for one in range(streams)))
         return values / (total + epsilon)[None]
 
-    def both(_: int, values: Array) -> Array:
+    def both(_: Array | int, values: Array) -> Array:
         return normalise_columns(normalise_rows(values))
 
     rows_done = jnp.moveaxis(jax.nn.softmax(logits, axis=2) + epsilon, 0, -1)

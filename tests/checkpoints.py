@@ -7,8 +7,8 @@ from jax import Array
 
 from deepinfer_jax.checkpoint.reader import load_model
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from tests.golden import DATA, document

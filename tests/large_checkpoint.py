@@ -5,6 +5,7 @@ had before, clean pages of mapped files excluded. Prints one JSON object.
 """
 
 import contextlib
+import gc
 import json
 import struct
 import sys
@@ -197,6 +198,7 @@ def main(work: Path, steps: list[str]) -> None:
         logits = sequence_logits(model, tuple(range(3, 40)), config, Numerics.preset(numerics), with_taps=False)
         np.save(work / f"{'-'.join([action, *arguments])}.npy", logits["logits"])
         del model
+        gc.collect()
     print(json.dumps(figures))
 
 

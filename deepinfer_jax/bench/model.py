@@ -22,7 +22,7 @@ from deepinfer_jax.cache.state import State, initial_state
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.params import count, initialise
-from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.model.transformer import Model, for_backend
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
 from deepinfer_jax.runtime.step import advance_and_sample
@@ -115,7 +115,7 @@ def measure_model(
 
 def draw_weights(config: ModelConfig, numerics: Numerics, seed: int = 0) -> Model:
     """Random weights in the form that runs fastest here."""
-    return initialise(Model.describe(config), jax.random.key(seed), numerics)
+    return for_backend(initialise(Model.describe(config), jax.random.key(seed), numerics))
 
 
 class ModelRun:

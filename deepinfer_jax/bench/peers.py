@@ -43,6 +43,10 @@ class Place:
     processors: int
     max_batch: int
 
+    def foreign_environment(self) -> dict[str, str]:
+        """Environment variables of programs that must not find this project's packages."""
+        return {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
+
     def log(self, name: str) -> Path:
         """Where the output of a program goes."""
         return self.directory / "logs" / f"{name}.log"
@@ -57,7 +61,6 @@ class Peer:
     """
 
     name: str
-    title: str
     requirements: tuple[str, ...]
     driver: str
     numerics: Mapping[str, str]
@@ -75,14 +78,13 @@ class Peer:
           EngineError: the installation failed.
         """
         directory = installed or self._install(place, progress)
-        environment = {key: value for key, value in place.environment.items() if key != "PYTHONPATH"}
         driver = str(resources.files("deepinfer_jax.bench.drivers").joinpath(self.driver))
         return [
             EngineCommand(
                 name=self.name,
                 numerics=name,
                 arguments=(str(interpreter(directory)), driver, *self.arguments(place, spelling, progress)),
-                environment=environment,
+                environment=place.foreign_environment(),
                 processors=place.processors,
             )
             for name, spelling in self.numerics.items()
@@ -96,9 +98,10 @@ class Peer:
             return directory
         progress(f"{self.name}: installing {' '.join(self.requirements)} into {directory} (once; it takes minutes)")
         log = place.log(f"{self.name}-install")
-        run_to_end([sys.executable, "-m", "venv", "--clear", str(directory)], place.environment, log)
+        environment = place.foreign_environment()
+        run_to_end([sys.executable, "-m", "venv", "--clear", str(directory)], environment, log)
         pip = [str(interpreter(directory)), "-m", "pip", "install", "--disable-pip-version-check", *self.requirements]
-        run_to_end(pip, {**place.environment, "PYTHONPATH": ""}, log)
+        run_to_end(pip, environment, log)
         mark.write_text(wanted, encoding="utf-8")
         return directory
 
@@ -130,7 +133,7 @@ def own_commands(place: Place, numerics: tuple[str, ...], config: str = PRESET) 
         EngineCommand(
             name=OWN_NAME,
             numerics=name,
-            arguments=(sys.executable, "-m", "deepinfer_jax.bench.worker", config, name),
+            arguments=(sys.executable, "-m", "deepinfer_jax.bench.own_engine", config, name),
             environment=environment,
             processors=place.processors,
         )
@@ -176,7 +179,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         for peer in (
             Peer(
                 name="torch",
-                title="transformers on torch, V4",
                 requirements=("torch==2.13.0", "transformers==5.24.0"),
                 driver="run_torch.py",
                 numerics=MappingProxyType({"f32": "float32", "bf16": "bfloat16"}),
@@ -184,7 +186,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             ),
             Peer(
                 name="mlx",
-                title="mlx-lm, V4.1",
                 requirements=("mlx-lm==0.32.2", "mlx[cpu]==0.32.4"),
                 driver="run_mlx.py",
                 numerics=MappingProxyType({"f32": "float32"}),
@@ -192,7 +193,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             ),
             Peer(
                 name="fastllm",
-                title="fastllm's CPU library, V4.1 in the released layout",
                 requirements=("ftllm==1.9.0",),
                 driver="run_fastllm.py",
                 numerics=MappingProxyType({"fp8+fp4": ""}),

@@ -105,6 +105,11 @@ class EngineProcess:
             self.close()
             raise
 
+    @property
+    def identifier(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def turn(self, batch: int, prompt: int, steps: int, seed: int, seconds: float) -> Turn:
         """Let the engine run one turn, its warm-up included the first time, within ``seconds``.
 

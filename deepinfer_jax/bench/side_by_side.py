@@ -56,9 +56,12 @@ class Plan:
         for name in self.numerics:
             Numerics.preset(name)
         check_installed(self.environments)
-        for number in (*self.batches, self.prompt, self.steps, self.repeats, self.processors):
+        if not self.batches:
+            raise InputError("batches", self.batches, "one or more")
+        numbers = [(name, getattr(self, name)) for name in ("prompt", "steps", "repeats", "processors")]
+        for name, number in [*(("batch", batch) for batch in self.batches), *numbers]:
             if number < 1:
-                raise InputError("plan", number, "batches, tokens, turns and processors of 1 or more")
+                raise InputError(name, number, "1 or more")
         if self.prompt + self.steps > config.max_position_embeddings:
             accepted = f"at most max_position_embeddings {config.max_position_embeddings}"
             raise InputError("prompt + steps", self.prompt + self.steps, accepted)

@@ -1,6 +1,6 @@
-"""Accelerators that a machine without them can compile for, and the wheels that this takes.
+"""Devices that a machine without them can compile for, and the wheels that this takes.
 
-A target is a set of 64 devices as the compiler sees it. Nothing is allocated on them and nothing runs there.
+A target is a set of devices as the compiler sees it: nothing is allocated on them and nothing runs there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ REMEDY = "run `make aot`, or install deepinfer-jax[aot] on Python 3.12 or newer"
 class Target:
     """Devices to compile for.
 
-    ``platform``: JAX's lowering platform. ``topology``: its name for the devices. ``memory``: bytes of one device.
-    ``wheel``: the package that holds the compiler, or None where jaxlib does.
+    ``platform``: JAX's name of the lowering platform. ``topology``: the platform's name for the arrangement of the
+    devices. ``memory``: bytes of one device. ``wheel``: the package with the compiler, None where jaxlib has it.
+    ``configuration``: of a GPU, in the compiler's text form.
     """
 
     name: str
     title: str
     platform: str
-    topology: str
     devices: int
     memory: int
+    topology: str = ""
     wheel: str | None = None
     configuration: str | None = None
 
@@ -39,35 +40,34 @@ class Target:
         """Find out whether this installation can compile for the target.
 
         Raises:
-          InputError: the wheel is missing, or its version does not fit JAX's.
+          InputError: the wheel is missing, or is not of the version that JAX needs.
         """
         if self.wheel is None:
             return
         try:
             version = importlib.metadata.version(self.wheel)
         except importlib.metadata.PackageNotFoundError:
-            raise InputError(
-                "target", self.name, f"a target whose compiler is installed, here {self.wheel}", REMEDY
-            ) from None
+            raise InputError("target", self.name, f"a target with its compiler, here {self.wheel}", REMEDY) from None
         if self.platform == "cuda" and version != jax.__version__:
-            raise InputError(
-                "target", self.name, f"{self.wheel} of JAX's version {jax.__version__}, not {version}", REMEDY
-            )
+            accepted = f"{self.wheel} {jax.__version__} to JAX {jax.__version__}, not {version}"
+            raise InputError("target", self.name, accepted, REMEDY)
 
     def find_devices(self) -> Sequence[jax.Device]:
-        """The devices, described to the compiler. Call it before JAX has made its own."""
+        """The devices as the compiler knows them. A process calls it once, before it uses JAX otherwise."""
+        jax.config.update("jax_platforms", "cpu")
         if self.platform == "cpu":
             jax.config.update("jax_num_cpu_devices", self.devices)
             return jax.devices("cpu")
-        options = {"target_config": self.configuration} if self.configuration else {}
-        # Keyword options are the platform's own.
-        if self.platform == "tpu":
-            return topologies.get_topology_desc(self.topology, "tpu").devices
-        return topologies.get_topology_desc(platform=self.platform, topology=self.topology, **options).devices
+        described = topologies.get_topology_desc(
+            platform=self.platform,
+            **{"topology_name" if self.platform == "tpu" else "topology": self.topology},
+            **({} if self.configuration is None else {"target_config": self.configuration}),
+        )
+        return described.devices
 
 
 def _hopper(memory: int) -> str:
-    """What the CUDA compiler wants to know of an H100 (SXM5), from its public data sheet and the CUDA guide."""
+    """An H100 (SXM5) as XLA describes GPUs, from NVIDIA's data sheet and the tables of the CUDA programming guide."""
     facts = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -96,14 +96,18 @@ def _hopper(memory: int) -> str:
 
 
 TARGETS = (
-    Target("v5p", "TPU v5p, 4 x 4 x 4", "tpu", "v5p:4x4x4", 64, 95 * GIB, "libtpu"),
-    Target("h100", "NVIDIA H100, 8 hosts of 8", "cuda", "8x8x1", 64, 80 * GIB, "jax-cuda12-plugin", _hopper(80 * GIB)),
-    Target("cpu", "CPU devices in one process", "cpu", "", 64, 80 * GIB),
+    Target("v5p", "TPU v5p, 4 x 4 x 4", "tpu", 64, 95 * GIB, "v5p:4x4x4", "libtpu"),
+    Target("h100", "NVIDIA H100, 64", "cuda", 64, 80 * GIB, "8x8x1", "jax-cuda12-plugin", _hopper(80 * GIB)),
+    Target("cpu", "CPU devices, 64", "cpu", 64, 80 * GIB),
 )
 
 
 def target_named(name: str) -> Target:
-    """The target of a name; raises InputError for an unknown one."""
+    """The target of a name.
+
+    Raises:
+      InputError: no target of that name.
+    """
     for target in TARGETS:
         if target.name == name:
             return target

@@ -9,6 +9,7 @@ then does the manifest make the directory a checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,7 @@ from deepinfer_jax.checkpoint.converted import (
     StoredArray,
     StoredPart,
     array_name,
-    check_group,
-    content_digest,
+    file_digests,
     read_manifest,
     restore_group,
     save_group,
@@ -127,8 +127,7 @@ def convert(
     conversion = Conversion(target, storage, numerics, tuple(plan(wanted, numerics)))
     if not conversion.begin():
         conversion.write(progress)
-        conversion.verify(progress)
-        conversion.finish(source)
+        conversion.finish(conversion.verify(progress))
     digests = read_digests(target)
     assert digests is not None
     return digests
@@ -192,14 +191,16 @@ class Conversion:
             shutil.rmtree(self.notes, ignore_errors=True)
             return True
         planned = self.notes / _PLAN_FILE
-        if planned.is_file():
-            if json.loads(planned.read_bytes()) != identity:
-                self._refuse("an unfinished conversion of another checkpoint, or to other numerics")
-            return False
-        if self.target.is_dir() and any(path.name != UNFINISHED for path in self.target.iterdir()):
-            self._refuse("a directory that is not empty")
-        self.notes.mkdir(parents=True, exist_ok=True)
-        write_json(planned, identity)
+        if not planned.is_file():
+            if self.target.is_dir() and any(path.name != UNFINISHED for path in self.target.iterdir()):
+                self._refuse("a directory that is not empty")
+            self.notes.mkdir(parents=True, exist_ok=True)
+            write_json(planned, identity)
+        elif json.loads(planned.read_bytes()) != identity:
+            self._refuse("an unfinished conversion of another checkpoint, or to other numerics")
+        for name in COMPANIONS:
+            if (self._storage.files.directory / name).is_file():
+                shutil.copyfile(self._storage.files.directory / name, self.target / name)
         return False
 
     def write(self, progress: Progress) -> None:
@@ -214,30 +215,33 @@ class Conversion:
                 self._write_group(group)
                 step()
 
-    def verify(self, progress: Progress) -> None:
+    def verify(self, progress: Progress) -> dict[str, dict[str, str]]:
         """Read every group back and compare it with its note. The note of one that differs is removed.
+
+        Returns:
+          The digests of the files of every group.
 
         Raises:
           CheckpointError: a group cannot be restored or differs; names it and both digests.
         """
+        files = {}
         with progress(len(self.groups), " groups verified") as step:
             for group in self.groups:
                 note = self._note(group)
                 assert note is not None
                 try:
-                    check_group(self.target, group.name, restore_group(self.target, group.name), note.parts)
+                    _compare(self.target, group, note)
                 except CheckpointError:
                     self._note_file(group).unlink()
                     raise
+                files[group.name] = file_digests(self.target, group.name)
                 step()
+        return files
 
-    def finish(self, source: Path) -> None:
-        """Complete the checkpoint: companions, digests, and last the manifest."""
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, self.target / name)
+    def finish(self, files: dict[str, dict[str, str]]) -> None:
+        """Complete the checkpoint: the digests, and last the manifest."""
         write_digests(self.target, self._content.digests())
-        write_manifest(self.target, self._manifest())
+        write_manifest(self.target, self._manifest(files))
         shutil.rmtree(self.notes)
 
     def _write_group(self, group: Group) -> None:
@@ -247,7 +251,7 @@ class Conversion:
             fill(block, self._storage, part.item, part.part, part.bounds)
             tree[part.key] = block
         save_group(self.target, group.name, tree)
-        note = Note({key: content_digest(block) for key, block in tree.items()}, self._content.take_new())
+        note = Note({key: _content_digest(block) for key, block in tree.items()}, self._content.take_new())
         write_json(self._note_file(group), dataclasses.asdict(note))
 
     def _remove_leftovers(self, finished: Mapping[str, Note]) -> None:
@@ -270,22 +274,33 @@ class Conversion:
     def _note_file(self, group: Group) -> Path:
         return self.notes / f"{group.name}.json"
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self, files: dict[str, dict[str, str]]) -> Manifest:
         arrays: dict[str, dict[Part, StoredArray]] = {}
         for group in self.groups:
-            note = self._note(group)
-            assert note is not None
             for planned in group.parts:
-                part = StoredPart(group.name, planned.key, planned.bounds, note.parts[planned.key])
+                part = StoredPart(group.name, planned.key, planned.bounds)
                 shape = planned.part.shape(planned.item, planned.item.shape)
                 of_parameter = arrays.setdefault(array_name(planned.item), {})
                 array = of_parameter.get(planned.part, StoredArray(planned.dtype.name, shape, ()))
                 of_parameter[planned.part] = dataclasses.replace(array, parts=(*array.parts, part))
-        return Manifest(self._numerics.name, unverified_id(self._storage.files).value, arrays)
+        return Manifest(self._numerics.name, unverified_id(self._storage.files).value, arrays, files)
 
     def _refuse(self, found: str) -> None:
         accepted = "an absent or empty directory, or an earlier conversion of the same checkpoint to the same numerics"
         raise InputError(str(self.target), found, accepted, "choose another directory or remove this one")
+
+
+def _compare(target: Path, group: Group, note: Note) -> None:
+    content = restore_group(target, group.name)
+    for part in group.parts:
+        found = f"SHA-256 {_content_digest(content[part.key])}" if part.key in content else "missing"
+        if found != f"SHA-256 {note.parts[part.key]}":
+            accepted = f"SHA-256 {note.parts[part.key]}, as written to {target / ARRAYS / group.name}"
+            raise CheckpointError(part.key, found, accepted, "run the conversion again")
+
+
+def _content_digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
 
 
 def _parts(item: Parameter, numerics: Numerics) -> Iterator[PlannedPart]:

@@ -1,8 +1,9 @@
-"""The converted layout: the arrays of parameters as orbax checkpoints, listed with their digests in one manifest.
+"""The converted layout: the arrays of parameters as orbax checkpoints, listed in one manifest.
 
 Arrays larger than a group are cut into parts, contiguous in row order, so that a reader of a slice restores the parts
 it touches and no more. Every group of parts is an orbax checkpoint of its own below ``arrays/``, a flat tree of NumPy
-arrays. An array is named by the first released tensor it holds (see docs/formats.md).
+arrays. An array is named by the first released tensor it holds. The manifest has a digest of every file of a group;
+a group's files are compared with them before the group is restored (see docs/formats.md).
 """
 
 from __future__ import annotations
@@ -41,12 +42,11 @@ _GROUPS_KEPT = 3  # a packed parameter is read from two arrays in turn, whose pa
 
 @dataclasses.dataclass(frozen=True)
 class StoredPart:
-    """A block of an array: the group it lies in, its key there, its place in the array, and SHA-256 of its bytes."""
+    """A block of an array: the group it lies in, its key there, and its place in the array."""
 
     group: str
     key: str
     bounds: Bounds
-    digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,11 @@ class StoredArray:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row; a vector has rows of one."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
 
     @functools.cached_property
     def first_rows(self) -> tuple[int, ...]:
@@ -67,7 +72,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All arrays by parameter.
+    """All arrays by parameter, and the SHA-256 of all files by group and path.
 
     ``numerics`` names the form they were converted to, ``source`` is the unverified id of what they were made from.
     """
@@ -75,6 +80,7 @@ class Manifest:
     numerics: str
     source: str
     arrays: Mapping[str, Mapping[Part, StoredArray]]
+    groups: Mapping[str, Mapping[str, str]]
 
 
 def array_name(item: Parameter) -> str:
@@ -88,10 +94,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         name: {part.value: dataclasses.asdict(array) for part, array in parts.items()}
         for name, parts in manifest.arrays.items()
     }
-    write_json(
-        directory / MANIFEST_FILE,
-        _HEADER | {"numerics": manifest.numerics, "source": manifest.source, "arrays": arrays},
-    )
+    content = {"numerics": manifest.numerics, "source": manifest.source, "arrays": arrays, "groups": manifest.groups}
+    write_json(directory / MANIFEST_FILE, _HEADER | content)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -108,7 +112,12 @@ def read_manifest(directory: Path) -> Manifest:
             str(name): {Part(part): _stored_array(array) for part, array in parts.items()}
             for name, parts in document["arrays"].items()
         }
-        manifest = Manifest(str(document["numerics"]), str(document["source"]), arrays)
+        groups = {
+            str(group): {str(file): str(digest) for file, digest in files.items()}
+            for group, files in document["groups"].items()
+        }
+        _check_groups(arrays, groups)
+        manifest = Manifest(str(document["numerics"]), str(document["source"]), arrays, groups)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(str(path), repr(error), "a manifest of converted arrays", _REMEDY) from error
     if header != _HEADER:
@@ -133,26 +142,30 @@ def restore_group(directory: Path, group: str) -> dict[str, np.ndarray]:
         with _checkpointer() as checkpointer:
             restored: dict[str, Any] = checkpointer.restore(path)
     except Exception as error:  # orbax and its storage layers raise errors of many kinds
-        raise CheckpointError(group, f"{error!r} in {path}", "a complete orbax checkpoint", _REMEDY) from error
+        raise CheckpointError(group, repr(error), f"a complete orbax checkpoint in {path}", _REMEDY) from error
     return {key: np.asarray(array) for key, array in restored.items()}
 
 
-def content_digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes in row order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+def file_digests(directory: Path, group: str) -> dict[str, str]:
+    """SHA-256 of every file of a group, by its path inside."""
+    root = directory / ARRAYS / group
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): _file_digest(path) for path in files}
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class ConvertedStorage:
-    """The arrays of a converted checkpoint. Whole groups are restored and checked; the last few are kept."""
+    """The arrays of a converted checkpoint. Groups are checked and restored as a whole; the last few are kept."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
+        self._checked: set[str] = set()
         self._kept: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
-        self._digests: dict[str, dict[str, str]] = {}
-        for parts in manifest.arrays.values():
-            for part in (part for array in parts.values() for part in array.parts):
-                self._digests.setdefault(part.group, {})[part.key] = part.digest
 
     @classmethod
     def open(cls, directory: Path) -> ConvertedStorage:
@@ -186,15 +199,17 @@ class ConvertedStorage:
         }
 
     def verify(self, progress: Progress = silent) -> WeightsId:
-        """Check all arrays; the weights id.
+        """Check the files of all groups; the weights id.
 
         Raises:
-          CheckpointError: an array is missing or differs from its digest; names it, its group and both digests.
+          CheckpointError: a file is missing or differs from its digest; names it, an array in it and both digests.
         """
-        with progress(len(self._digests), " groups") as step:
-            for group, digests in self._digests.items():
-                check_group(self.directory, group, restore_group(self.directory, group), digests)
-                step()
+        with progress(len(self.manifest.groups), " groups") as step:
+            for parts in self.manifest.arrays.values():
+                for part in (part for array in parts.values() for part in array.parts):
+                    if part.group not in self._checked:
+                        self._check_files(part)
+                        step()
         return self.digests.weights_id
 
     def pieces(self, item: Parameter, stack: int) -> list[Piece]:
@@ -216,7 +231,8 @@ class ConvertedStorage:
             return [Piece(name, shape, location, rows[Part.VALUES], None)]
         if set(stored) == {Part.DATA, Part.SCALE}:
             return [Piece(name, shape, location, rows[Part.DATA], rows[Part.SCALE])]
-        raise CheckpointError(name, [part.value for part in stored], "values, or data and scale", _REMEDY)
+        accepted = f"values, or data and scale, in {self.directory / MANIFEST_FILE}"
+        raise CheckpointError(name, [part.value for part in stored], accepted, _REMEDY)
 
     def _rows(self, name: str, item: Parameter, part: Part, array: StoredArray, stack: int) -> Rows:
         expected = part.shape(item, item.shape)
@@ -232,52 +248,57 @@ class ConvertedStorage:
         found = []
         for number in range(bisect.bisect_right(firsts, start) - 1, bisect.bisect_left(firsts, stop)):
             part, first = array.parts[number], firsts[number]
-            content = self._group(part.group)[part.key].reshape(-1, *row)
+            content = self._restored(part).reshape(-1, *row)
             found.append(content[max(0, start - first) : stop - first])
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _group(self, group: str) -> dict[str, np.ndarray]:
-        if group in self._kept:
-            self._kept.move_to_end(group)
-            return self._kept[group]
-        while len(self._kept) >= _GROUPS_KEPT:
-            self._kept.popitem(last=False)
-        content = restore_group(self.directory, group)
-        check_group(self.directory, group, content, self._digests[group])
-        self._kept[group] = content
+    def _restored(self, part: StoredPart) -> np.ndarray:
+        if part.group not in self._kept:
+            if part.group not in self._checked:
+                self._check_files(part)
+            while len(self._kept) >= _GROUPS_KEPT:
+                self._kept.popitem(last=False)
+            self._kept[part.group] = restore_group(self.directory, part.group)
+        self._kept.move_to_end(part.group)
+        content = self._kept[part.group].get(part.key)
+        if content is None or content.shape != lengths(part.bounds):
+            found = "missing" if content is None else f"shape {content.shape}"
+            accepted = f"shape {lengths(part.bounds)} in {self.directory / ARRAYS / part.group}, by {MANIFEST_FILE}"
+            raise CheckpointError(part.key, found, accepted, _REMEDY)
         return content
 
-
-def check_group(directory: Path, group: str, content: Mapping[str, np.ndarray], digests: Mapping[str, str]) -> None:
-    """Compare a restored group with its digests.
-
-    Raises:
-      CheckpointError: a part is missing or differs; names it, its directory and both digests.
-    """
-    for key, expected in digests.items():
-        found = f"SHA-256 {content_digest(content[key])}" if key in content else "missing"
-        if found != f"SHA-256 {expected}":
-            accepted = f"SHA-256 {expected}, by {MANIFEST_FILE}"
-            raise CheckpointError(key, f"{found} in {directory / ARRAYS / group}", accepted, _REMEDY)
+    def _check_files(self, part: StoredPart) -> None:
+        for name, expected in self.manifest.groups[part.group].items():
+            path = self.directory / ARRAYS / part.group / name
+            found = f"SHA-256 {_file_digest(path)}" if path.is_file() else "missing"
+            if found != f"SHA-256 {expected}":
+                raise CheckpointError(part.key, found, f"SHA-256 {expected} of {path}, by {MANIFEST_FILE}", _REMEDY)
+        self._checked.add(part.group)
 
 
 def _stored_array(document: Mapping[str, Any]) -> StoredArray:
     parts = tuple(
         StoredPart(
-            group=str(part["group"]),
-            key=str(part["key"]),
-            bounds=tuple((int(start), int(stop)) for start, stop in part["bounds"]),
-            digest=str(part["digest"]),
+            str(part["group"]), str(part["key"]), tuple((int(start), int(stop)) for start, stop in part["bounds"])
         )
         for part in document["parts"]
     )
-    array = StoredArray(str(document["dtype"]), tuple(map(int, document["shape"])), parts)
-    # A damaged manifest must lead neither out of the directory nor to rows that no part holds.
-    if any(Path(part.group).name != part.group for part in parts):
-        raise ValueError("groups are directories beside each other")
-    if sum(math.prod(lengths(part.bounds)) for part in parts) != math.prod(array.shape):
-        raise ValueError(f"the parts do not make up shape {array.shape}")
-    return array
+    return StoredArray(str(document["dtype"]), tuple(map(int, document["shape"])), parts)
+
+
+def _check_groups(arrays: Mapping[str, Mapping[Part, StoredArray]], groups: Mapping[str, Mapping[str, str]]) -> None:
+    """A damaged manifest must lead neither out of the directory nor to rows that no part holds."""
+    for group, files in groups.items():
+        if Path(group).name != group or any(Path(file).is_absolute() or ".." in Path(file).parts for file in files):
+            raise ValueError(f"group {group!r} is not a directory below {ARRAYS}")
+    for array in (array for parts in arrays.values() for array in parts.values()):
+        end = 0
+        for part, first in zip(array.parts, array.first_rows, strict=True):
+            if part.group not in groups or first != end:
+                raise ValueError(f"part {part.key!r} lies in no group, or not behind the part before it")
+            end += math.prod(lengths(part.bounds)) // array.row_size
+        if end * array.row_size != math.prod(array.shape):
+            raise ValueError(f"the parts do not make up shape {array.shape}")
 
 
 def _checkpointer() -> ocp.Checkpointer:

@@ -201,12 +201,10 @@ class ContentCheck:
             found = hashlib.sha256(self._chunk(entry, chunk)).hexdigest()
             if self._expected is not None and found != self._expected.tensors[name].chunks[chunk]:
                 first = chunk * CHUNK_BYTES
-                raise CheckpointError(
-                    name,
-                    f"SHA-256 {found} of bytes {first} to {min(first + CHUNK_BYTES, entry.size)} in {entry.file}",
-                    f"{self._expected.tensors[name].chunks[chunk]}, by {DIGEST_FILE}",
-                    _REMEDY,
-                )
+                place = f"bytes {first} to {min(first + CHUNK_BYTES, entry.size)} in {entry.file}"
+                expected = self._expected.tensors[name].chunks[chunk]
+                accepted = f"{place} of SHA-256 {expected}, by {DIGEST_FILE}"
+                raise CheckpointError(name, f"SHA-256 {found}", accepted, _REMEDY)
             computed[chunk] = found
             self._new.setdefault(name, {})[chunk] = found
 

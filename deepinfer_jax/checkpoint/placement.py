@@ -42,7 +42,7 @@ def place(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None, fi
     return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
 
-def blocks(bounds: Bounds, item_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[Bounds]:
+def blocks(bounds: Bounds, item_bytes: int, limit: int) -> Iterator[Bounds]:
     """Cut a block into blocks of at most ``limit`` bytes (or one row), each contiguous in the larger one's order."""
     sizes = lengths(bounds)
     axis, inner = len(sizes) - 1, item_bytes
@@ -69,7 +69,7 @@ def _copies(bounds: Bounds, dtype: np.dtype, devices: Sequence[jax.Device | None
 def host_copies(bounds: Bounds, dtype: np.dtype, devices: Sequence[jax.Device | None], fill: Fill) -> list[Array]:
     """Copies of a block on CPU devices, which take over the host memory that was filled; nothing is held twice."""
     host = _aligned(lengths(bounds), dtype)
-    for block in blocks(bounds, dtype.itemsize):
+    for block in blocks(bounds, dtype.itemsize, BLOCK_BYTES):
         inside = tuple(
             slice(start - first, stop - first) for (start, stop), (first, _) in zip(block, bounds, strict=True)
         )
@@ -80,7 +80,7 @@ def host_copies(bounds: Bounds, dtype: np.dtype, devices: Sequence[jax.Device | 
 def uploaded_copies(bounds: Bounds, dtype: np.dtype, devices: Sequence[jax.Device | None], fill: Fill) -> list[Array]:
     """Copies of a block on devices with memory of their own, written there one host block at a time."""
     copies: list[Array] = []
-    for block in blocks(bounds, dtype.itemsize):
+    for block in blocks(bounds, dtype.itemsize, BLOCK_BYTES):
         host = np.empty(lengths(block), dtype)
         fill(host, block)
         if block == bounds:

@@ -193,7 +193,9 @@ def _write_unit(shard: ShardWriter, unit: Unit, seed: int) -> None:
     noise = _generator(seed, unit.weight.name)
     for start in range(0, rows, step):
         drawn = noise.standard_normal((min(step, rows - start), *columns), np.float32)
-        stored = jax.device_get(_stored(drawn, item=unit.item))
+        # Not inside the compiled function: there a product and a sum may become one operation, on some machines.
+        values = from_noise(unit.item, jnp.asarray(drawn))
+        stored = jax.device_get(_stored(values, item=unit.item))
         if isinstance(stored, PackedWeight):
             assert unit.scale is not None
             shard.write(unit.weight.name, stored.data)
@@ -203,8 +205,7 @@ def _write_unit(shard: ShardWriter, unit: Unit, seed: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="item")
-def _stored(noise: Float[Array, "*shape"], *, item: Parameter) -> Array | PackedWeight:
-    values = from_noise(item, noise)
+def _stored(values: Float[Array, "*shape"], *, item: Parameter) -> Array | PackedWeight:
     if item.has_scale:
         return pack_weight(values, fp4=item.stored is Stored.FP4_ROWS, scale_rows=item.scale_rows)
     return values if item.stored is Stored.F32 else values.astype(jnp.bfloat16)

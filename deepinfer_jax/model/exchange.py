@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels import PackedWeight, grouped_experts
 
 # As in grouped_experts; stacked ones may have a leading axis of layers.
-ExpertWeights = Float[Array, "*layers experts rows columns"] | PackedWeight | tuple[Any, ...]
+ExpertWeights = Float[Array, "... _experts _out _in"] | PackedWeight | tuple[Any, ...]
 
 # More rows of one expert than this in one product gain nothing.
 _LARGEST_TILE = 256

@@ -132,7 +132,9 @@ def select(
 
 def _groups(tiles: int, elements: int) -> int:
     """Into how many equal groups to cut the tiles, so that each gathers few enough keys; at most one a tile."""
-    return next((count for count in range(1, tiles) if tiles % count == 0 and elements // count <= _KEY_ELEMENTS), tiles)
+    return next(
+        (count for count in range(1, tiles) if tiles % count == 0 and elements // count <= _KEY_ELEMENTS), tiles
+    )
 
 
 def _in_groups(

@@ -86,6 +86,12 @@ class Model:
         return dataclasses.replace(self, layers=unroll_layers(self.layers, topology(config)))
 
 
+def for_backend(params: Model) -> Model:
+    """Parameters in the form that suits the default backend: on CPU unrolled ones get one array per expert."""
+    suits = jax.default_backend() == "cpu" and isinstance(params.layers, UnrolledLayers)
+    return split_experts_of(params) if suits else params
+
+
 def split_experts_of(params: Model) -> Model:
     """The unrolled parameters with one array per expert; see :func:`deepinfer_jax.model.moe.split_experts`."""
     assert isinstance(params.layers, UnrolledLayers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from jax import lax, shard_map
 from jax.sharding import Mesh
@@ -18,13 +18,8 @@ from deepinfer_jax.runtime.batch import Batch
 from deepinfer_jax.runtime.step import advance
 
 
-class ShardedStep(Protocol):
-    """A step as :func:`sharded_step` returns it; jit it, with the state donated."""
-
-    def __call__(
-        self, params: Model, state: State, batch: Batch, block_tables: Int[Array, "slots blocks"]
-    ) -> tuple[State, Float[Array, "rows vocabulary"]]:
-        """The successor state, and the logits of every row of every device, split along the vocabulary."""
+# (parameters, state, batch, block tables) -> (successor state, logits); see :func:`sharded_step`.
+ShardedStep = Callable[[Model, State, Batch, Array], tuple[State, Array]]
 
 
 def sharded_step(
@@ -45,8 +40,9 @@ def sharded_step(
       implementation: of the routed experts, see :func:`pallas_kernels.grouped_experts`.
 
     Returns:
-      The step. Rows, slots and blocks are numbered per device: arrays over rows, slots and pool rows concatenate the
-      devices' own, and ``batch.tiles`` is the shape of one device's rows.
+      The step; jit it, with the state donated. Rows, slots and blocks are numbered per device: arrays over rows, slots
+      and pool rows concatenate the devices' own, and ``batch.tiles`` is the shape of one device's rows. Logits are
+      float32 ``[rows vocabulary]`` of every row of every device, split along the vocabulary.
     """
     axis = layout.placed["rows"]
     rows = layout.spec(("rows",))

@@ -51,6 +51,14 @@ class Chunk:
     image: np.ndarray | None = None
     image_embeddings: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise InputError("chunk", list(self.tokens), "at least one token")
+        for name in ("image", "image_embeddings"):
+            part = getattr(self, name)
+            if part is not None and len(part) != len(self.tokens):
+                raise InputError(f"chunk {name}", f"{len(part)} rows", f"one per token, {len(self.tokens)}")
+
 
 @struct.dataclass
 class Batch:

@@ -44,8 +44,12 @@ def gumbel_noise(
         return threefry_2x32(seed, counter)[:vocabulary]
 
     words = jax.vmap(bits)(seeds, positions) >> jnp.uint32(8)
-    uniform = (words.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
-    return -jnp.log(-jnp.log(uniform))
+    # Float32 holds the uniform exactly below one half, and above it the uniform's distance to 1: rounding the uniform
+    # itself would reach 1 and make the noise infinite.
+    upper = words >= jnp.uint32(1 << 23)
+    distance = jnp.where(upper, jnp.uint32((1 << 24) - 1) - words, words)
+    exact = (distance.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+    return -jnp.log(-jnp.where(upper, jnp.log1p(-exact), jnp.log(exact)))
 
 
 def sample(

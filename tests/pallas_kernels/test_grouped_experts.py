@@ -243,3 +243,21 @@ def test_shapes_that_disagree_are_refused(place, shape):
     case[place] = jnp.zeros(shape, case[place].dtype)
     with pytest.raises(Exception, match="rows|hidden|chosen|experts"):
         grouped_experts(*case, limit=LIMIT)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40])
+def test_experts_as_one_array_each_give_the_same_bits(rows):
+    """Small steps branch over the experts, larger ones loop; both equal the loop over stacked experts."""
+    inputs, experts, weights, gate_up, down = random_case(rows, rows)
+    stacked = run(inputs, experts, weights, gate_up, down, limit=LIMIT, tile_rows=max(8, rows))
+    split = run(inputs, experts, weights, tuple(gate_up), tuple(down), limit=LIMIT, tile_rows=max(8, rows))
+    looped = run(inputs, experts, weights, tuple(gate_up), tuple(down), limit=LIMIT, tile_rows=4)
+    np.testing.assert_array_equal(split, stacked)
+    assert_close(looped, reference(inputs, experts, weights, gate_up, down, LIMIT))
+    assert_close(split, reference(inputs, experts, weights, gate_up, down, LIMIT))
+
+
+def test_dense_refuses_split_experts():
+    inputs, experts, weights, gate_up, down = random_case(0)
+    with pytest.raises(NotImplementedError, match="stacked"):
+        run(inputs, experts, weights, tuple(gate_up), tuple(down), limit=LIMIT, implementation="dense")

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 WARM_STEPS = 4
+# Added to a turn's seed for its warm-up: no prompt may come twice, since an engine may remember it.
+WARM_SEED = 1 << 20
 
 Turn = Callable[[int, int, int, int], Mapping[str, float]]
 
@@ -57,14 +59,14 @@ def serve(answers: TextIO, facts: Mapping[str, Any], turn: Turn, warm_prompt: in
         workload = (request["batch"], request["prompt"], request["steps"])
         if workload not in warm:
             warm.add(workload)
-            _warm_up(turn, *workload, warm_prompt)
+            _warm_up(turn, *workload, request["seed"] + WARM_SEED, warm_prompt)
         begin = time.process_time()
         times = turn(*workload, request["seed"])
         say(answers, {**times, "cpu_seconds": time.process_time() - begin})
 
 
-def _warm_up(turn: Turn, batch: int, prompt: int, steps: int, warm_prompt: int | None) -> None:
+def _warm_up(turn: Turn, batch: int, prompt: int, steps: int, seed: int, warm_prompt: int | None) -> None:
     if warm_prompt is None:
-        turn(batch, prompt, steps, 0)
+        turn(batch, prompt, steps, seed)
     else:
-        turn(batch, min(prompt, warm_prompt), min(steps, WARM_STEPS), 0)
+        turn(batch, min(prompt, warm_prompt), min(steps, WARM_STEPS), seed)

@@ -1,9 +1,11 @@
 """``inspect``: counts against published totals, the released schedule, and what it says of broken checkpoints."""
 
 import json
+import shutil
 
 import pytest
 
+from tests.containers import Tensor, flip_bit, place_of, write_container
 from tests.golden import DATA, tensors
 
 TINY = DATA / "tiny-a"
@@ -126,9 +128,57 @@ def test_an_incomplete_checkpoint_is_described_and_ends_with_its_exit_code(run, 
     assert coverage["described"] == coverage["present"] + len(coverage["missing"])
 
 
+@pytest.fixture
+def writable(tmp_path):
+    directory = shutil.copytree(TINY / "quant", tmp_path / "model", copy_function=shutil.copyfile)
+    directory.chmod(0o755)
+    return directory
+
+
+def test_a_digest_gives_the_weights_a_verified_id(writable, run, described):
+    """Written once, then checked; it is the only file added."""
+    before = {path.name for path in writable.iterdir()}
+    unverified = described("--model", writable)["weights_id"]
+    assert unverified == described("--model", TINY / "quant")["weights_id"]
+    assert unverified["verified"] is False
+    verified = described("--model", writable, "--digest")["weights_id"]
+    assert verified["verified"] is True
+    assert verified["value"] != unverified["value"]
+    assert {path.name for path in writable.iterdir()} == before | {"digest.json"}
+    assert described("--model", writable)["weights_id"] == verified
+    assert described("--model", writable, "--digest")["weights_id"] == verified
+    text = run("inspect", "--model", writable).stdout
+    assert f"\n  {verified['value']}\n  of the content\n" in text
+    assert "unverified: of names" in run("inspect", "--model", TINY / "quant").stdout
+
+
+def test_a_digest_finds_a_flipped_bit(writable, run):
+    assert run("inspect", "--model", writable, "--digest").exit_code == 0
+    file, first, size = place_of(writable, "mtp.1.ffn.experts.2.w1.scale")
+    flip_bit(file, first + size // 2)
+    result = run("inspect", "--model", writable, "--digest")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("Error: checkpoint entry 'mtp.1.ffn.experts.2.w1.scale' is 'SHA-256 ")
+    assert str(file) in result.stderr
+    assert run("inspect", "--model", writable).exit_code == 0
+
+
+def test_extra_tensors_end_with_an_exit_code(writable, run):
+    """Loading refuses them."""
+    write_container(writable / "extra.safetensors", {"rotary.inv_freq": Tensor("F32", (1,), bytes(4))})
+    index = writable / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"]["rotary.inv_freq"] = "extra.safetensors"
+    index.write_text(json.dumps(document))
+    result = run("inspect", "--model", writable)
+    assert result.exit_code == 4
+    assert result.stderr.startswith("Error: checkpoint entry 'rotary.inv_freq' is 'extra'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "sentence"),
     [
+        (["--preset", "mini-40", "--digest"], 2, "--digest goes with --model"),
         ([], 2, "give exactly one of --model and --preset"),
         (["--model", TINY / "quant", "--preset", "mini-40"], 2, "give exactly one of --model and --preset"),
         (["--model", TINY / "absent"], 2, "does not exist"),

@@ -199,6 +199,17 @@ def test_golden_row_ids_of_ragged_rows():
     np.testing.assert_array_equal(result[used], expected)
 
 
+def test_padding_is_the_compressed_id_of_the_pad_token():
+    """In every golden map the pad token keeps its number, so a map that moves it tells the two apart."""
+    engram = engram_config("tiny")
+    token_map = np.arange(16, dtype=np.int32)[::-1].copy()
+    assert token_map[engram.pad_token_id] == 13
+    rows = sequence_rows(jnp.asarray([[4, 5]]), 2)
+    result = np.asarray(rows_of(rows, token_map, engram))
+    expected = np.asarray(hash_rows(jnp.asarray([[11, 13, 13], [10, 11, 13]], jnp.int32), engram))
+    np.testing.assert_array_equal(result, expected)
+
+
 def test_compressed_ids_mark_image_tokens():
     rows = sequence_rows(jnp.array([[3, 0, 2, 1]]), 4)
     rows = rows.replace(image=jnp.array([False, True, False, True]))

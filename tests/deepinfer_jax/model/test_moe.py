@@ -168,24 +168,24 @@ def test_feed_forward_follows_the_definition(implementation):
 
 def test_the_shared_expert_is_clamped_and_unweighted():
     x = inputs(5)
-    outputs, _ = run(layer(), x, IMAGE, np.zeros(ROWS, bool), CHOSEN, config(), None)
+    outputs, _ = run(layer(), x, IMAGE, np.zeros(ROWS, bool), CHOSEN, config(), LocalExchange())
     expected = [
         expert_output(row.astype(np.float64), layer().shared_gate_up, layer().shared_down, 1.0, config().swiglu_limit)
         for row in x
     ]
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
     loose, _ = run(
-        layer(), x, IMAGE, np.zeros(ROWS, bool), CHOSEN, dataclasses.replace(config(), swiglu_limit=50.0), None
+        layer(), x, IMAGE, np.zeros(ROWS, bool), CHOSEN, dataclasses.replace(config(), swiglu_limit=50.0), LocalExchange()
     )
     assert np.abs(np.asarray(loose) - np.asarray(outputs)).max() > 0.1
 
 
 def test_padding_rows_may_hold_anything():
     x = inputs(6)
-    clean, _ = run(layer(), x, IMAGE, VALID, CHOSEN, config(), None)
+    clean, _ = run(layer(), x, IMAGE, VALID, CHOSEN, config(), LocalExchange())
     poisoned = x.copy()
     poisoned[~VALID] = np.nan
-    outputs, _ = run(layer(), poisoned, IMAGE, VALID, CHOSEN, config(), None)
+    outputs, _ = run(layer(), poisoned, IMAGE, VALID, CHOSEN, config(), LocalExchange())
     np.testing.assert_array_equal(np.asarray(outputs)[VALID], np.asarray(clean)[VALID])
 
 
@@ -194,7 +194,7 @@ def test_bfloat16_keeps_the_router_in_float32_and_rounds_the_sum_once():
     half = initialise(described, jax.random.key(1), Numerics.preset("bf16"))
     assert half.text_bias.dtype == half.image_bias.dtype == jnp.float32
     x = inputs(7).astype(ml_dtypes.bfloat16)
-    outputs, taps = run(half, x, IMAGE, VALID, CHOSEN, config(), None)
+    outputs, taps = run(half, x, IMAGE, VALID, CHOSEN, config(), LocalExchange())
     assert outputs.dtype == jnp.bfloat16
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
     _, weights, biased = choose(wide, x.astype(np.float32), IMAGE, CHOSEN, config())

@@ -130,7 +130,8 @@ def multimodal_rows() -> tuple[Rows, np.ndarray]:
     """The golden multimodal prompt with image embeddings computed from its patches, and the embeddings."""
     config, params = golden_model("bf16", "f32")
     golden = tensors("tiny-a/multimodal.safetensors")
-    assert config.vision is not None and params.vision is not None
+    assert config.vision is not None
+    assert params.vision is not None
     patch_grid, token_grid = (tuple(int(n) for n in golden[name]) for name in ("grid_vit", "grid_llm"))
     features = vision_tower(params.vision, jnp.asarray(golden["patches"]), patch_grid, config.vision)
     span = image_span_embeddings(params.vision, align(params.vision, features, patch_grid, config.vision), token_grid)

@@ -1,6 +1,6 @@
 """This project's own engine behind the line protocol: one configuration, one numerics, random weights.
 
-Usage: ``python -m deepinfer_jax.bench.worker CONFIG NUMERICS``, with a ``config.json`` or the name of a preset.
+Usage: ``python -m deepinfer_jax.bench.own_engine CONFIG NUMERICS``, with a ``config.json`` or the name of a preset.
 """
 
 from __future__ import annotations
