@@ -13,6 +13,7 @@ from deepinfer_jax.errors import CheckpointError, ConfigError, DeepInferError, I
 REPOSITORY = Path(__file__).resolve().parent.parent
 LIBRARIES = ("deepinfer_jax", "pallas_kernels")
 REQUIRED = {
+    "README.md",
     "deepinfer_jax",
     "pallas_kernels",
     "serving",

@@ -27,7 +27,14 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import abstract
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.parallel.layouts import Layout, expert_and_data_parallel, padded, parameter_specs, placed, state_specs
+from deepinfer_jax.parallel.layouts import (
+    Layout,
+    expert_and_data_parallel,
+    padded,
+    parameter_specs,
+    placed,
+    state_specs,
+)
 from deepinfer_jax.parallel.mesh import layout_mesh
 from deepinfer_jax.parallel.step import sharded_step
 from deepinfer_jax.runtime.batch import Batch
@@ -107,10 +114,16 @@ def abstract_arguments(
     block = state_of(1)
     blocks = math.ceil(workload.cache_share * memory / ((nbytes(block.main) + nbytes(block.index)) // devices))
     state = state_of(blocks)
-    rows = [
-        jax.ShapeDtypeStruct((devices * workload.rows,), dtype)
-        for dtype in (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.bool_)
-    ]
+    integers, image = (jax.ShapeDtypeStruct((devices * workload.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
+    rows = Batch(
+        tokens=integers,
+        slots=integers,
+        positions=integers,
+        floors=integers,
+        image=image,
+        image_embeddings=None,
+        tiles=((workload.rows, 1),),
+    )
     tables = jax.ShapeDtypeStruct((devices * workload.rows, pages.blocks_for(workload.context)), jnp.int32)
     along_rows = layout.spec(("rows",))
     along = jax.tree.map(lambda _: along_rows, (rows, tables))
@@ -118,7 +131,7 @@ def abstract_arguments(
     return (
         placed(params, parameter_specs(described, layout, config, numerics), mesh),
         placed(state, state_specs(state, layout), mesh),
-        Batch(*rows, image_embeddings=None, tiles=((workload.rows, 1),)),
+        rows,
         tables,
     )
 
@@ -133,7 +146,8 @@ def compile_step(target: Target, config: ModelConfig, numerics: Numerics, worklo
     params, state, _, tables = arguments
     step = sharded_step(mesh, layout, described, config, numerics)
     begin = time.perf_counter()
-    # Draft stages are resident though the forward pass leaves most of them unread. GPU kernels ask the mesh for the chip.
+    # Draft stages are resident though the forward pass leaves most of them unread. GPU kernels ask the mesh for the
+    # chip.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(step, donate_argnums=1, keep_unused=True).trace(*arguments)
         lowered = traced.lower(lowering_platforms=(target.platform,))
@@ -157,7 +171,9 @@ def compile_step(target: Target, config: ModelConfig, numerics: Numerics, worklo
         outputs=memory.output_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         memory=target.memory,
-        pool_copies=sum(count_copies(text, pool.sharding.shard_shape(pool.shape)) for pool in (state.main, state.index)),
+        pool_copies=sum(
+            count_copies(text, pool.sharding.shard_shape(pool.shape)) for pool in (state.main, state.index)
+        ),
         collectives=count_collectives(text),
         lower_seconds=middle - begin,
         compile_seconds=end - middle,

@@ -1,8 +1,8 @@
 """Conversion of a released checkpoint to the converted layout: bounded memory, resumable, verified.
 
-The work is planned as groups of at most 64 MiB, in the order of the parameter tree. A group is written, then noted in
+The work is planned as bundles of at most 64 MiB, in the order of the parameter tree. A bundle is written, then noted in
 ``conversion/`` with the digests of what was written and of the released tensors it was made from; a conversion that was
-interrupted goes on behind the last note. When every group is there, all of them are read back and compared, and only
+interrupted goes on behind the last note. When every bundle is there, all of them are read back and compared, and only
 then does the manifest make the directory a checkpoint.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.converted import (
     ARRAYS,
-    GROUP_BYTES,
+    BUNDLE_BYTES,
     MANIFEST_FILE,
     Manifest,
     StoredArray,
@@ -28,10 +28,11 @@ from deepinfer_jax.checkpoint.converted import (
     array_name,
     file_digests,
     read_manifest,
-    restore_group,
-    save_group,
+    restore_bundle,
+    save_bundle,
     write_manifest,
 )
+from deepinfer_jax.checkpoint.device_arrays import blocks
 from deepinfer_jax.checkpoint.digest import (
     ChunkDigests,
     ContentCheck,
@@ -41,8 +42,7 @@ from deepinfer_jax.checkpoint.digest import (
     write_digests,
     write_json,
 )
-from deepinfer_jax.checkpoint.pieces import Bounds, Part, fill, lengths, whole
-from deepinfer_jax.checkpoint.placement import blocks
+from deepinfer_jax.checkpoint.pieces import Bounds, Plane, fill, lengths, whole
 from deepinfer_jax.checkpoint.progress import Progress, silent
 from deepinfer_jax.checkpoint.reader import UNFINISHED, check_names, check_parameter
 from deepinfer_jax.checkpoint.released import PLAIN_DTYPES, ReleasedStorage
@@ -67,7 +67,7 @@ class PlannedPart:
     """A block of one array of a parameter, to be written under ``key``."""
 
     item: Parameter
-    part: Part
+    plane: Plane
     bounds: Bounds
     dtype: np.dtype
     key: str
@@ -79,7 +79,7 @@ class PlannedPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Bundle:
     """Parts that are written together."""
 
     name: str
@@ -88,7 +88,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What is known of a written group: digests of its parts by key, and of chunks of released tensors it covered."""
+    """What is known of a written bundle: digests of its parts by key, and of chunks of released tensors it covered."""
 
     parts: Mapping[str, str]
     tensors: ChunkDigests
@@ -149,29 +149,29 @@ def lossless_numerics(described: Model, files: TensorFiles) -> Numerics:
     return RELEASED if packable else BF16
 
 
-def plan(items: list[Parameter], numerics: Numerics) -> Iterator[Group]:
-    """The groups of a conversion; a group holds parts of one layer, or of one part of the model beside the layers."""
+def plan(items: list[Parameter], numerics: Numerics) -> Iterator[Bundle]:
+    """The bundles of a conversion; a bundle holds parts of one layer, or of one part of the model beside the layers."""
     section, open_parts, size, number = "", list[PlannedPart](), 0, 0
     for part in (part for item in items for part in _parts(item, numerics)):
         next_section = _section(array_name(part.item))
-        if open_parts and (next_section != section or size + part.bytes > GROUP_BYTES):
-            yield Group(f"{section}-{number:05d}", tuple(open_parts))
+        if open_parts and (next_section != section or size + part.bytes > BUNDLE_BYTES):
+            yield Bundle(f"{section}-{number:05d}", tuple(open_parts))
             open_parts, size, number = [], 0, number + 1
         section = next_section
         open_parts.append(part)
         size += part.bytes
     if open_parts:
-        yield Group(f"{section}-{number:05d}", tuple(open_parts))
+        yield Bundle(f"{section}-{number:05d}", tuple(open_parts))
 
 
 class Conversion:
-    """One conversion under way: its plan, and the notes about finished groups that are kept beside them."""
+    """One conversion under way: its plan, and the notes about finished bundles that are kept beside them."""
 
-    def __init__(self, target: Path, storage: ReleasedStorage, numerics: Numerics, groups: tuple[Group, ...]) -> None:
+    def __init__(self, target: Path, storage: ReleasedStorage, numerics: Numerics, bundles: tuple[Bundle, ...]) -> None:
         assert storage.content is not None
         self.target = target
         self.notes = target / UNFINISHED
-        self.groups = groups
+        self.bundles = bundles
         self._storage = storage
         self._content = storage.content
         self._numerics = numerics
@@ -183,7 +183,11 @@ class Conversion:
           InputError: the directory holds something else, or a conversion of another source or to another form.
         """
         source = unverified_id(self._storage.files).value
-        identity = {"source": source, "numerics": self._numerics.name, "groups": [group.name for group in self.groups]}
+        identity = {
+            "source": source,
+            "numerics": self._numerics.name,
+            "bundles": [bundle.name for bundle in self.bundles],
+        }
         if (self.target / MANIFEST_FILE).is_file():
             found = read_manifest(self.target)
             if (found.numerics, found.source) != (self._numerics.name, source):
@@ -204,37 +208,37 @@ class Conversion:
         return False
 
     def write(self, progress: Progress) -> None:
-        """Write every group that has no note yet, and its note behind it."""
-        finished = {group.name: note for group in self.groups if (note := self._note(group)) is not None}
+        """Write every bundle that has no note yet, and its note behind it."""
+        finished = {bundle.name: note for bundle in self.bundles if (note := self._note(bundle)) is not None}
         for note in finished.values():
             self._content.recall(note.tensors)
         self._remove_leftovers(finished)
-        left = [group for group in self.groups if group.name not in finished]
-        with progress(len(left), " groups written") as step:
-            for group in left:
-                self._write_group(group)
+        left = [bundle for bundle in self.bundles if bundle.name not in finished]
+        with progress(len(left), " bundles written") as step:
+            for bundle in left:
+                self._write_bundle(bundle)
                 step()
 
     def verify(self, progress: Progress) -> dict[str, dict[str, str]]:
-        """Read every group back and compare it with its note. The note of one that differs is removed.
+        """Read every bundle back and compare it with its note. The note of one that differs is removed.
 
         Returns:
-          The digests of the files of every group.
+          The digests of the files of every bundle.
 
         Raises:
-          CheckpointError: a group cannot be restored or differs; names it and both digests.
+          CheckpointError: a bundle cannot be restored or differs; names it and both digests.
         """
         files = {}
-        with progress(len(self.groups), " groups verified") as step:
-            for group in self.groups:
-                note = self._note(group)
+        with progress(len(self.bundles), " bundles verified") as step:
+            for bundle in self.bundles:
+                note = self._note(bundle)
                 assert note is not None
                 try:
-                    _compare(self.target, group, note)
+                    _compare(self.target, bundle, note)
                 except CheckpointError:
-                    self._note_file(group).unlink()
+                    self._note_file(bundle).unlink()
                     raise
-                files[group.name] = file_digests(self.target, group.name)
+                files[bundle.name] = file_digests(self.target, bundle.name)
                 step()
         return files
 
@@ -244,25 +248,25 @@ class Conversion:
         write_manifest(self.target, self._manifest(files))
         shutil.rmtree(self.notes)
 
-    def _write_group(self, group: Group) -> None:
+    def _write_bundle(self, bundle: Bundle) -> None:
         tree = {}
-        for part in group.parts:
+        for part in bundle.parts:
             block = np.empty(lengths(part.bounds), part.dtype)
-            fill(block, self._storage, part.item, part.part, part.bounds)
+            fill(block, self._storage, part.item, part.plane, part.bounds)
             tree[part.key] = block
-        save_group(self.target, group.name, tree)
+        save_bundle(self.target, bundle.name, tree)
         note = Note({key: _content_digest(block) for key, block in tree.items()}, self._content.take_new())
-        write_json(self._note_file(group), dataclasses.asdict(note))
+        write_json(self._note_file(bundle), dataclasses.asdict(note))
 
     def _remove_leftovers(self, finished: Mapping[str, Note]) -> None:
-        """What an interrupted run left of groups that have no note: orbax writes under a temporary name first."""
+        """What an interrupted run left of bundles that have no note: orbax writes under a temporary name first."""
         arrays = self.target / ARRAYS
         for path in arrays.iterdir() if arrays.is_dir() else ():
             if path.name not in finished:
                 shutil.rmtree(path)
 
-    def _note(self, group: Group) -> Note | None:
-        file = self._note_file(group)
+    def _note(self, bundle: Bundle) -> Note | None:
+        file = self._note_file(bundle)
         if not file.is_file():
             return None
         document: dict[str, Any] = json.loads(file.read_bytes())
@@ -271,18 +275,18 @@ class Conversion:
         }
         return Note(document["parts"], chunks)
 
-    def _note_file(self, group: Group) -> Path:
-        return self.notes / f"{group.name}.json"
+    def _note_file(self, bundle: Bundle) -> Path:
+        return self.notes / f"{bundle.name}.json"
 
     def _manifest(self, files: dict[str, dict[str, str]]) -> Manifest:
-        arrays: dict[str, dict[Part, StoredArray]] = {}
-        for group in self.groups:
-            for planned in group.parts:
-                part = StoredPart(group.name, planned.key, planned.bounds)
-                shape = planned.part.shape(planned.item, planned.item.shape)
+        arrays: dict[str, dict[Plane, StoredArray]] = {}
+        for bundle in self.bundles:
+            for planned in bundle.parts:
+                part = StoredPart(bundle.name, planned.key, planned.bounds)
+                shape = planned.plane.shape(planned.item, planned.item.shape)
                 of_parameter = arrays.setdefault(array_name(planned.item), {})
-                array = of_parameter.get(planned.part, StoredArray(planned.dtype.name, shape, ()))
-                of_parameter[planned.part] = dataclasses.replace(array, parts=(*array.parts, part))
+                array = of_parameter.get(planned.plane, StoredArray(planned.dtype.name, shape, ()))
+                of_parameter[planned.plane] = dataclasses.replace(array, parts=(*array.parts, part))
         return Manifest(self._numerics.name, unverified_id(self._storage.files).value, arrays, files)
 
     def _refuse(self, found: str) -> None:
@@ -290,12 +294,12 @@ class Conversion:
         raise InputError(str(self.target), found, accepted, "choose another directory or remove this one")
 
 
-def _compare(target: Path, group: Group, note: Note) -> None:
-    content = restore_group(target, group.name)
-    for part in group.parts:
+def _compare(target: Path, bundle: Bundle, note: Note) -> None:
+    content = restore_bundle(target, bundle.name)
+    for part in bundle.parts:
         found = f"SHA-256 {_content_digest(content[part.key])}" if part.key in content else "missing"
         if found != f"SHA-256 {note.parts[part.key]}":
-            accepted = f"SHA-256 {note.parts[part.key]}, as written to {target / ARRAYS / group.name}"
+            accepted = f"SHA-256 {note.parts[part.key]}, as written to {target / ARRAYS / bundle.name}"
             raise CheckpointError(part.key, found, accepted, "run the conversion again")
 
 
@@ -305,11 +309,11 @@ def _content_digest(array: np.ndarray) -> str:
 
 def _parts(item: Parameter, numerics: Numerics) -> Iterator[PlannedPart]:
     packed = item.packed(numerics)
-    for part in (Part.DATA, Part.SCALE) if packed else (Part.VALUES,):
+    for plane in (Plane.DATA, Plane.SCALE) if packed else (Plane.VALUES,):
         dtype = np.dtype(np.uint8) if packed else np.dtype(item.dtype(numerics))
-        shape = part.shape(item, item.shape)
-        for number, bounds in enumerate(blocks(whole(shape), dtype.itemsize, GROUP_BYTES)):
-            yield PlannedPart(item, part, bounds, dtype, f"{array_name(item)}.{part.value}.{number}")
+        shape = plane.shape(item, item.shape)
+        for number, bounds in enumerate(blocks(whole(shape), dtype.itemsize, BUNDLE_BYTES)):
+            yield PlannedPart(item, plane, bounds, dtype, f"{array_name(item)}.{plane.value}.{number}")
 
 
 def _section(name: str) -> str:

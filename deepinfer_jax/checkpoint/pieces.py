@@ -24,7 +24,7 @@ Rows = Callable[[int, int], np.ndarray]
 """Rows ``start`` up to ``stop`` of a stored array, as they are stored."""
 
 
-class Part(enum.Enum):
+class Plane(enum.Enum):
     """Which array of a parameter: its values, or the two arrays it is packed in."""
 
     VALUES = "values"
@@ -33,9 +33,9 @@ class Part(enum.Enum):
 
     def shape(self, item: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of this array for a parameter, or a piece of it, of logical ``shape``."""
-        if self is Part.VALUES:
+        if self is Plane.VALUES:
             return shape
-        return item.data_shape(shape) if self is Part.DATA else item.scale_shape(shape)
+        return item.data_shape(shape) if self is Plane.DATA else item.scale_shape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Piece:
     weight: Rows
     scale: Rows | None
 
-    def read(self, item: Parameter, part: Part, rows: tuple[int, int], rest: tuple[slice, ...]) -> np.ndarray:
+    def read(self, item: Parameter, plane: Plane, rows: tuple[int, int], rest: tuple[slice, ...]) -> np.ndarray:
         """Rows, and of these the columns ``rest``, of one array of this piece."""
-        if part is Part.SCALE:
+        if plane is Plane.SCALE:
             assert self.scale is not None
             return self.scale(*rows).view(np.uint8)[:, *rest]
-        if part is Part.DATA:
+        if plane is Plane.DATA:
             return self.weight(*rows).view(np.uint8)[:, *rest]
         if self.scale is None:
             return self.weight(*rows)[:, *rest]
@@ -93,25 +93,25 @@ class Storage(Protocol):
         """
 
 
-def fill(out: np.ndarray, storage: Storage, item: Parameter, part: Part, bounds: Bounds) -> None:
+def fill(out: np.ndarray, storage: Storage, item: Parameter, plane: Plane, bounds: Bounds) -> None:
     """Read the block ``bounds`` of one array of a parameter into ``out``, which has the block's shape."""
     if not item.stacked:
-        _fill_matrix(out, storage.pieces(item, 0), item, part, bounds)
+        _fill_matrix(out, storage.pieces(item, 0), item, plane, bounds)
         return
     (first, last), *inner = bounds
     for stack in range(first, last):
-        _fill_matrix(out[stack - first], storage.pieces(item, stack), item, part, tuple(inner))
+        _fill_matrix(out[stack - first], storage.pieces(item, stack), item, plane, tuple(inner))
 
 
-def _fill_matrix(out: np.ndarray, pieces: Sequence[Piece], item: Parameter, part: Part, bounds: Bounds) -> None:
+def _fill_matrix(out: np.ndarray, pieces: Sequence[Piece], item: Parameter, plane: Plane, bounds: Bounds) -> None:
     (first, last), *others = bounds
     rest = tuple(slice(*other) for other in others)
     top = 0
     for piece in pieces:
-        bottom = top + part.shape(item, piece.shape)[0]
+        bottom = top + plane.shape(item, piece.shape)[0]
         start, stop = max(first, top), min(last, bottom)
         if start < stop:
-            out[start - first : stop - first] = piece.read(item, part, (start - top, stop - top), rest)
+            out[start - first : stop - first] = piece.read(item, plane, (start - top, stop - top), rest)
         top = bottom
 
 

@@ -18,8 +18,8 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int32
 
 from deepinfer_jax.checkpoint.converted import MANIFEST_FILE, ConvertedStorage, array_name
-from deepinfer_jax.checkpoint.pieces import Bounds, Part, Piece, Storage, fill, lengths
-from deepinfer_jax.checkpoint.placement import Fill, place
+from deepinfer_jax.checkpoint.device_arrays import Fill, place
+from deepinfer_jax.checkpoint.pieces import Bounds, Piece, Plane, Storage, fill, lengths
 from deepinfer_jax.checkpoint.released import PLAIN_DTYPES, ReleasedStorage
 from deepinfer_jax.checkpoint.safetensors import TensorEntry
 from deepinfer_jax.checkpoint.subset import Subset, everything
@@ -109,7 +109,7 @@ def load_model(
             return None
         if item.stored is Stored.DERIVED:
             values = token_map(directory, config)
-            return _place(target, Part.VALUES, values.dtype, sharding, functools.partial(_copy, values))
+            return _place(target, Plane.VALUES, values.dtype, sharding, functools.partial(_copy, values))
         if progress is not None:
             progress(item.released[0][0])
         return read_parameter(item, storage, numerics, sharding, target.shape)
@@ -201,12 +201,12 @@ def read_parameter(
     target = item if shape is None else dataclasses.replace(item, shape=shape)
     if not item.packed(numerics):
         assert not isinstance(sharding, PackedWeight)
-        fill_values = functools.partial(_fill, storage, item, Part.VALUES)
-        return _place(target, Part.VALUES, np.dtype(item.dtype(numerics)), sharding, fill_values)
+        fill_values = functools.partial(_fill, storage, item, Plane.VALUES)
+        return _place(target, Plane.VALUES, np.dtype(item.dtype(numerics)), sharding, fill_values)
     both = sharding if isinstance(sharding, PackedWeight) else item.pack(sharding, sharding, numerics)
     data, scale = (
-        _place(target, part, np.dtype(np.uint8), one, functools.partial(_fill, storage, item, part))
-        for part, one in ((Part.DATA, both.data), (Part.SCALE, both.scale))
+        _place(target, plane, np.dtype(np.uint8), one, functools.partial(_fill, storage, item, plane))
+        for plane, one in ((Plane.DATA, both.data), (Plane.SCALE, both.scale))
     )
     return item.pack(data, scale, numerics)
 
@@ -245,8 +245,8 @@ def _check_packed(item: Parameter, pieces: Sequence[Piece]) -> None:
             )
 
 
-def _place(target: Parameter, part: Part, dtype: np.dtype, sharding: Sharding | None, fill: Fill) -> Array:
-    shape = part.shape(target, target.shape)
+def _place(target: Parameter, plane: Plane, dtype: np.dtype, sharding: Sharding | None, fill: Fill) -> Array:
+    shape = plane.shape(target, target.shape)
     if sharding is not None:
         try:
             sharding.shard_shape(shape)
@@ -256,14 +256,14 @@ def _place(target: Parameter, part: Part, dtype: np.dtype, sharding: Sharding | 
     return place(shape, dtype, sharding, fill)
 
 
-def _fill(storage: Storage, item: Parameter, part: Part, out: np.ndarray, bounds: Bounds) -> None:
+def _fill(storage: Storage, item: Parameter, plane: Plane, out: np.ndarray, bounds: Bounds) -> None:
     """Fill a block of a parameter's array; beyond the end of what is stored it is zero."""
-    stored = part.shape(item, item.shape)
+    stored = plane.shape(item, item.shape)
     inside = tuple((start, max(start, min(stop, end))) for (start, stop), end in zip(bounds, stored, strict=True))
     if inside != bounds:
         out[...] = 0
     if 0 not in lengths(inside):
-        fill(out[tuple(map(slice, lengths(inside)))], storage, item, part, inside)
+        fill(out[tuple(map(slice, lengths(inside)))], storage, item, plane, inside)
 
 
 def _copy(values: np.ndarray, out: np.ndarray, bounds: Bounds) -> None:

@@ -123,7 +123,7 @@ def select(
             published = chosen.candidates.reshape(tiles * tile_rows, -1)
         parts.append(Selected(chosen.entries.reshape(tiles * tile_rows, -1), published))
         # All scores at once, for whoever reads the tap; otherwise the compiler drops them.
-        scores.append(index_scores(*split[:2], keys).reshape(tiles * tile_rows, -1))
+        scores.append(index_scores(split[0], split[1], keys).reshape(tiles * tile_rows, -1))
     combined = Selected(
         jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
     )

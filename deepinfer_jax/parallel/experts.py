@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from deepinfer_jax.model.exchange import held_experts
+from deepinfer_jax.model.exchange import ExpertWeights, held_experts
 from pallas_kernels import PackedWeight
 
 
@@ -33,13 +33,15 @@ class GatherExchange:
         inputs: Float[Array, "rows hidden"],
         experts: Int[Array, "rows chosen"],
         weights: Float[Array, "rows chosen"],
-        gate_up: Float[Array, "*layers experts double_width hidden"] | PackedWeight,
-        down: Float[Array, "*layers experts hidden width"] | PackedWeight,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
         *,
         limit: float,
         layer: Int[Array, ""] | None = None,
     ) -> Float[Array, "rows hidden"]:
         """This device's rows through experts of all devices, float32; summed over the devices in their own order."""
+        if isinstance(gate_up, tuple):
+            raise NotImplementedError("experts over devices are stacked, not one array per expert")
         held = gate_up.shape[-3]
         rows, chosen, ids = (lax.all_gather(part, self.axis, tiled=True) for part in (inputs, weights, experts))
         own = ids - lax.axis_index(self.axis) * held

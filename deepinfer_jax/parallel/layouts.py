@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
-from deepinfer_jax.model.layer import Layer, StackedLayers
+from deepinfer_jax.model.layer import Layer, StackedLayers, UnrolledLayers
 from deepinfer_jax.model.params import Parameter, map_parameters
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
@@ -99,9 +99,11 @@ def parameter_specs(described: Model, layout: Layout, config: ModelConfig, numer
 
 def _stacked_specs(specs: Model, config: ModelConfig) -> StackedLayers:
     """All layers of a run are of one kind, so that the first one's partitions serve the whole stack."""
+    unrolled = specs.layers
+    assert isinstance(unrolled, UnrolledLayers)
 
     def stacked(layer: int) -> Layer:
-        return jax.tree.map(lambda spec: P(None, None, *spec), specs.layers.layers[layer], is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: P(None, None, *spec), unrolled.layers[layer], is_leaf=_is_spec)
 
     return StackedLayers(
         tuple(

@@ -17,7 +17,6 @@ from deepinfer_jax.parallel.layouts import Layout, parameter_specs, state_specs
 from deepinfer_jax.runtime.batch import Batch
 from deepinfer_jax.runtime.step import advance
 
-
 # (parameters, state, batch, block tables) -> (successor state, logits); see :func:`sharded_step`.
 ShardedStep = Callable[[Model, State, Batch, Array], tuple[State, Array]]
 

@@ -129,7 +129,9 @@ def test_a_failed_compile_says_why() -> None:
         aot.run_compile(ABSENT, "bf16")
 
 
-@pytest.mark.parametrize(("limit", "value", "sentence"), [("LONGEST_WAIT", 0.2, "without an end"), ("MEMORY", 1, "host memory")])
+@pytest.mark.parametrize(
+    ("limit", "value", "sentence"), [("LONGEST_WAIT", 0.2, "without an end"), ("MEMORY", 1, "host memory")]
+)
 def test_a_process_beyond_its_limits_is_ended(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: float, sentence: str
 ) -> None:

@@ -56,10 +56,10 @@ def test_restored_logits_equal_those_of_the_direct_read(numerics, released, conv
     np.testing.assert_array_equal(logits(restored, config, numerics), expected)
 
 
-@pytest.mark.parametrize(("form", "stored", "read"), [
-    ("quant", None, "f32"), ("quant", None, "released"), ("bf16", None, "f32"), ("bf16", None, "bf16"),
-    ("quant", "f32", "f32"), ("quant", "bf16", "f32"), ("quant", "f32", "bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "stored", "read"),
+    [("quant", None, "released"), ("bf16", None, "f32"), ("quant", "f32", "bf16"), ("quant", "bf16", "f32")],
+)
 def test_golden_checkpoints_survive(form, stored, read, tmp_path):
     """Draft head, vision tower and token map included. Expanding to bfloat16 loses nothing either."""
     convert(TINY / form, tmp_path / "out", None if stored is None else Numerics.preset(stored))
@@ -97,25 +97,25 @@ def test_coverage_of_a_converted_checkpoint(released, converted):
     assert coverage(described, open_storage(converted)) == coverage(described, open_storage(released))
 
 
-def test_groups_are_plain_orbax_checkpoints(converted):
+def test_bundles_are_plain_orbax_checkpoints(converted):
     """Anyone can restore one, by the manifest."""
-    array = read_manifest(converted).arrays["norm.weight"][layout.Part.VALUES]
+    array = read_manifest(converted).arrays["norm.weight"][layout.Plane.VALUES]
     with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(converted / "arrays" / array.parts[0].group)
+        tree = checkpointer.restore(converted / "arrays" / array.parts[0].bundle)
     np.testing.assert_array_equal(tree[array.parts[0].key], load_model(converted, BF16)[1].norm)
 
 
 @pytest.fixture
-def small_groups(monkeypatch):
-    """Groups of 10,000 bytes, so that every array of some size has several parts."""
-    monkeypatch.setattr(conversion, "GROUP_BYTES", 10_000)
+def small_bundles(monkeypatch):
+    """Bundles of 10,000 bytes, so that every array of some size has several parts."""
+    monkeypatch.setattr(conversion, "BUNDLE_BYTES", 10_000)
 
 
-def test_arrays_in_many_parts(released, tmp_path, small_groups):
+def test_arrays_in_many_parts(released, tmp_path, small_bundles):
     convert(released, tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
-    assert len(manifest.arrays["embed.weight"][layout.Part.VALUES].parts) == 5
-    assert len(manifest.arrays["layers.0.ffn.experts.0.w1.weight"][layout.Part.DATA].parts) == 2
+    assert len(manifest.arrays["embed.weight"][layout.Plane.VALUES].parts) == 5
+    assert len(manifest.arrays["layers.0.ffn.experts.0.w1.weight"][layout.Plane.DATA].parts) == 2
     for numerics in (F32, RELEASED):
         assert_same(load_model(released, numerics)[1], load_model(tmp_path / "out", numerics)[1])
 
@@ -124,54 +124,47 @@ class InterruptionError(Exception):
     pass
 
 
-def interrupted(monkeypatch, groups):
-    """Fail while the group after this many is being noted: it is written, but does not count."""
+def interrupted(monkeypatch, bundles):
+    """Fail while the bundle after this many is being noted: it is written, but does not count."""
     write_json, written = conversion.write_json, []
 
     def write(path, document):
         if path.parent.name == "conversion" and path.name != "plan.json":
             written.append(path)
-            if len(written) > groups:
+            if len(written) > bundles:
                 raise InterruptionError
         write_json(path, document)
 
     monkeypatch.setattr(conversion, "write_json", write)
 
 
-def test_an_interrupted_conversion_goes_on_behind_the_last_note(released, tmp_path, monkeypatch, small_groups):
-    target = tmp_path / "out"
+def test_an_interrupted_conversion_goes_on_behind_the_last_note(released, tmp_path, monkeypatch):
+    """Of a source without a sidecar, so that the digests of its first half come from the notes."""
+    source, target = shutil.copytree(released, tmp_path / "bare"), tmp_path / "out"
+    (source / "digest.json").unlink()
+    monkeypatch.setattr(conversion, "BUNDLE_BYTES", 40_000)
     with monkeypatch.context() as patch:
-        interrupted(patch, 40)
+        interrupted(patch, 15)
         with pytest.raises(InterruptionError):
-            convert(released, target)
+            convert(source, target)
     with pytest.raises(CheckpointError, match="an unfinished conversion"):
         load_model(target, F32)
-    finished = {path.stem: path.stat().st_mtime_ns for path in (target / "conversion").glob("*-*.json")}
-    groups = {path.name: path.stat().st_ino for path in (target / "arrays").iterdir()}
-    assert len(finished) == 40
-    assert len(groups) == 41
+    finished = [path.stem for path in (target / "conversion").glob("*-*.json")]
+    bundles = {path.name: path.stat().st_ino for path in (target / "arrays").iterdir()}
+    assert len(finished) == 15
+    assert len(bundles) == 16
     (target / "arrays" / "layers.9-99999.orbax-checkpoint-tmp").mkdir()
     saved = []
-    save = conversion.save_group
+    save = conversion.save_bundle
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "save_group", lambda *one: (saved.append(one[1]), save(*one))[1])
-        convert(released, target)
-    assert not finished.keys() & set(saved)
-    assert all((target / "arrays" / name).stat().st_ino == groups[name] for name in finished)
-    assert {path.name for path in (target / "arrays").iterdir()} == finished.keys() | set(saved)
+        patch.setattr(conversion, "save_bundle", lambda *one: (saved.append(one[1]), save(*one))[1])
+        convert(source, target)
+    assert len(saved) > 10
+    assert not {*finished} & {*saved}
+    assert all((target / "arrays" / name).stat().st_ino == bundles[name] for name in finished)
+    assert {path.name for path in (target / "arrays").iterdir()} == {*finished, *saved}
     assert_same(load_model(released, RELEASED)[1], load_model(target, RELEASED)[1])
     assert read_digests(target) == read_digests(released)
-
-
-def test_digests_of_a_source_without_a_sidecar_survive_an_interruption(released, tmp_path, monkeypatch, small_groups):
-    bare = shutil.copytree(released, tmp_path / "bare")
-    (bare / "digest.json").unlink()
-    with monkeypatch.context() as patch:
-        interrupted(patch, 40)
-        with pytest.raises(InterruptionError):
-            convert(bare, tmp_path / "out")
-    convert(bare, tmp_path / "out")
-    assert read_digests(tmp_path / "out") == read_digests(released)
 
 
 def test_a_conversion_can_be_repeated(released, tmp_path):
@@ -182,19 +175,19 @@ def test_a_conversion_can_be_repeated(released, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
 
 
-def test_a_group_that_differs_when_read_back_is_written_again(released, tmp_path, monkeypatch):
+def test_a_bundle_that_differs_when_read_back_is_written_again(released, tmp_path, monkeypatch):
     """The last check finds it, names it, and forgets its note, so that the next call repairs it."""
     target = tmp_path / "out"
-    save = conversion.save_group
+    save = conversion.save_bundle
 
-    def damage(directory, group, tree):
+    def damage(directory, bundle, tree):
         if "norm.weight.values.0" in tree:
             tree = dict(tree) | {"norm.weight.values.0": tree["norm.weight.values.0"] + 1}
-        save(directory, group, tree)
+        save(directory, bundle, tree)
 
     original = load_model(released, BF16)[1].norm
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "save_group", damage)
+        patch.setattr(conversion, "save_bundle", damage)
         with pytest.raises(CheckpointError, match="SHA-256") as refused:
             convert(released, target)
     assert refused.value.key == "norm.weight.values.0"
@@ -257,12 +250,12 @@ def misshape(document):
 
 
 def other_digest(document):
-    group = document["arrays"]["norm.weight"]["values"]["parts"][0]["group"]
-    document["groups"][group]["_METADATA"] = "0" * 64
+    bundle = document["arrays"]["norm.weight"]["values"]["parts"][0]["bundle"]
+    document["bundles"][bundle]["_METADATA"] = "0" * 64
 
 
 def outside(document):
-    document["groups"]["../arrays"] = {}
+    document["bundles"]["../arrays"] = {}
 
 
 def other_bounds(document):
@@ -280,7 +273,7 @@ MANIFESTS = {
         lambda document: document["arrays"].update(x=document["arrays"]["norm.weight"]), "x", "config.json describes"
     ),
     "digest": (other_digest, "norm.weight.values.0", "_METADATA, by arrays.json"),
-    "group": (lambda document: document["groups"].clear(), None, "a manifest of converted arrays"),
+    "bundle": (lambda document: document["bundles"].clear(), None, "a manifest of converted arrays"),
     "bounds": (other_bounds, None, "a manifest of converted arrays"),
     "outside": (outside, None, "a manifest of converted arrays"),
     "half packed": (half_packed, "layers.4.attn.wq_b.weight", "values, or data and scale"),
@@ -302,21 +295,21 @@ def test_a_damaged_manifest_is_one_error(change, key, sentence, converted, copy)
     assert str(directory) in str(refused.value)
 
 
-def test_a_missing_group_is_one_error(converted, copy):
+def test_a_missing_bundle_is_one_error(converted, copy):
     directory = copy(converted)
-    group = read_manifest(directory).arrays["norm.weight"][layout.Part.VALUES].parts[0].group
-    shutil.rmtree(directory / "arrays" / group)
-    with pytest.raises(CheckpointError, match="'missing'.*" + group) as refused:
+    bundle = read_manifest(directory).arrays["norm.weight"][layout.Plane.VALUES].parts[0].bundle
+    shutil.rmtree(directory / "arrays" / bundle)
+    with pytest.raises(CheckpointError, match="'missing'.*" + bundle) as refused:
         load_model(directory, F32)
     assert refused.value.key == "norm.weight.values.0"
 
 
-def test_every_bit_of_every_file_of_a_group_is_checked(converted, copy):
+def test_every_bit_of_every_file_of_a_bundle_is_checked(converted, copy):
     """By the digests of its files: the error names one of its arrays, and the file."""
     directory = copy(converted)
-    group = read_manifest(directory).arrays["layers.4.attn.wq_b.weight"][layout.Part.DATA].parts[0].group
+    bundle = read_manifest(directory).arrays["layers.4.attn.wq_b.weight"][layout.Plane.DATA].parts[0].bundle
     rng = np.random.default_rng(0)
-    files = [path for path in (directory / "arrays" / group).rglob("*") if path.is_file()]
+    files = [path for path in (directory / "arrays" / bundle).rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in files:
         offset = int(rng.integers(path.stat().st_size))
@@ -325,9 +318,11 @@ def test_every_bit_of_every_file_of_a_group_is_checked(converted, copy):
             ConvertedStorage.open(directory).verify()
         assert refused.value.key.startswith("layers.4.")
         assert str(path) in str(refused.value)
-        with pytest.raises(CheckpointError, match=re.escape(str(path))):
-            load_model(directory, RELEASED)
         flip_bit(path, offset)
+    flip_bit(files[0], 0)
+    with pytest.raises(CheckpointError, match=re.escape(str(files[0]))):
+        load_model(directory, RELEASED)
+    flip_bit(files[0], 0)
     assert ConvertedStorage.open(directory).verify() == weights_id(converted)
 
 
@@ -361,7 +356,7 @@ def test_the_encoder_only_subset_is_what_the_design_lists(released):
 
 @pytest.mark.parametrize("numerics", [F32, RELEASED], ids=["f32", "released"])
 def test_a_part_is_restored_without_the_rest(numerics, released, converted, copy):
-    """The groups of the other layers are gone, and nobody misses them."""
+    """The bundles of the other layers are gone, and nobody misses them."""
     whole = load_model(released, numerics)[1]
     directory = copy(converted)
     for path in (directory / "arrays").iterdir():

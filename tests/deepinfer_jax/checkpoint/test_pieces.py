@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.checkpoint.converted import ConvertedStorage
-from deepinfer_jax.checkpoint.pieces import Part, Piece, fill, lengths, whole
+from deepinfer_jax.checkpoint.pieces import Piece, Plane, fill, lengths, whole
 from deepinfer_jax.checkpoint.reader import check_parameter, read_parameter
 from deepinfer_jax.checkpoint.released import ReleasedStorage
 from deepinfer_jax.config import ModelConfig
@@ -52,16 +52,16 @@ def test_a_block_is_a_part_of_the_whole(name, layout, items, released, converted
     storage, item = storages(released, converted)[layout], items[name]
     rng = np.random.default_rng(0)
     packed = read_parameter(item, storage, RELEASED) if item.has_scale else None
-    arrays = {Part.VALUES: read_parameter(item, storage, F32)}
-    arrays |= {Part.DATA: packed.data, Part.SCALE: packed.scale} if packed else {}
-    for part, array in arrays.items():
+    arrays = {Plane.VALUES: read_parameter(item, storage, F32)}
+    arrays |= {Plane.DATA: packed.data, Plane.SCALE: packed.scale} if packed else {}
+    for plane, array in arrays.items():
         complete = np.asarray(array)
-        assert complete.shape == part.shape(item, item.shape)
+        assert complete.shape == plane.shape(item, item.shape)
         for _ in range(30):
             bounds = random_bounds(complete.shape, rng)
             out = np.empty(lengths(bounds), complete.dtype)
-            fill(out, storage, item, part, bounds)
-            np.testing.assert_array_equal(out, complete[tuple(slice(*one) for one in bounds)], f"{part} {bounds}")
+            fill(out, storage, item, plane, bounds)
+            np.testing.assert_array_equal(out, complete[tuple(slice(*one) for one in bounds)], f"{plane} {bounds}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,7 +117,7 @@ def test_tiles_of_joined_matrices_are_decoded_apart(height, columns, data):
     left = data.draw(st.integers(0, columns - 1))
     right = data.draw(st.integers(left + 1, columns))
     out = np.empty((last - first, right - left), np.float32)
-    fill(out, storage, item, Part.VALUES, ((first, last), (left, right)))
+    fill(out, storage, item, Plane.VALUES, ((first, last), (left, right)))
     np.testing.assert_array_equal(out, complete[first:last, left:right])
 
 
@@ -129,7 +129,7 @@ def test_joined_matrices_stay_packed_only_if_no_scale_belongs_to_both(height, ac
     if accepted:
         check_parameter(item, storage, RELEASED)
         out = np.empty(item.data_shape(item.shape), np.uint8)
-        fill(out, storage, item, Part.DATA, whole(out.shape))
+        fill(out, storage, item, Plane.DATA, whole(out.shape))
         np.testing.assert_array_equal(out, np.concatenate(storage.weights))
         return
     with pytest.raises(CheckpointError, match="rows in multiples of 32 where matrices are joined") as refused:

@@ -17,14 +17,14 @@ import pytest
 
 from deepinfer_jax.checkpoint.converted import read_manifest
 from deepinfer_jax.checkpoint.digest import read_digests
-from deepinfer_jax.checkpoint.pieces import Part
+from deepinfer_jax.checkpoint.pieces import Plane
 from deepinfer_jax.checkpoint.released import ReleasedStorage
 from tests.golden import DATA
 from tests.large_checkpoint import TABLE, write_large
 
 REPOSITORY = DATA.parent.parent
 READER_LIMIT, CONVERSION_LIMIT = 512, 1024  # MiB
-KILLED_BEHIND = 12  # groups
+KILLED_BEHIND = 12  # bundles
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def read(work: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def killed(work: Path) -> dict[str, int]:
-    """A conversion killed in the middle: what was noted as finished, and when its groups were made."""
+    """A conversion killed in the middle: what was noted as finished, and when its bundles were made."""
     command = [sys.executable, "-m", "deepinfer_jax.cli", "convert", str(work / "released"), str(work / "converted")]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     notes = work / "converted" / "conversion"
@@ -100,18 +100,18 @@ def test_a_killed_conversion_goes_on(work, killed, resumed):
     assert {name: (target / "arrays" / name).stat().st_mtime_ns for name in killed} == killed
     assert not (target / "conversion").exists()
     manifest = read_manifest(target)
-    assert {path.name for path in (target / "arrays").iterdir()} == manifest.groups.keys()
-    assert len(manifest.arrays[f"{TABLE}.weight"][Part.DATA].parts) > 45
+    assert {path.name for path in (target / "arrays").iterdir()} == manifest.bundles.keys()
+    assert len(manifest.arrays[f"{TABLE}.weight"][Plane.DATA].parts) > 45
     assert ReleasedStorage.open(work / "released").verify() == read_digests(target).weights_id
     assert read_digests(target) == read_digests(work / "released")
 
 
-def test_conversion_holds_a_few_groups(resumed):
+def test_conversion_holds_a_few_bundles(resumed):
     assert resumed["peak"] < CONVERSION_LIMIT
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_restoring_holds_the_arrays_and_a_few_groups(devices, work, read, resumed):
+def test_restoring_holds_the_arrays_and_a_few_bundles(devices, work, read, resumed):
     """Restored to one device and spread over eight: every row in its place, and the logits of the direct read."""
     step = f"restore released {devices}"
     figures = run(work, step, devices)

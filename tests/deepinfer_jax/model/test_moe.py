@@ -175,7 +175,13 @@ def test_the_shared_expert_is_clamped_and_unweighted():
     ]
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
     loose, _ = run(
-        layer(), x, IMAGE, np.zeros(ROWS, bool), CHOSEN, dataclasses.replace(config(), swiglu_limit=50.0), LocalExchange()
+        layer(),
+        x,
+        IMAGE,
+        np.zeros(ROWS, bool),
+        CHOSEN,
+        dataclasses.replace(config(), swiglu_limit=50.0),
+        LocalExchange(),
     )
     assert np.abs(np.asarray(loose) - np.asarray(outputs)).max() > 0.1
 

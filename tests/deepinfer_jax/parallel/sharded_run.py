@@ -4,6 +4,8 @@
 fixed when JAX starts. RESULT gets the logits ``DEVICE.WAY`` of every request, and what the devices hold, by name.
 """
 
+# ruff: noqa: E402  # what is imported after the settings must see them
+
 import dataclasses
 import functools
 import sys
@@ -21,7 +23,7 @@ PREFILLED = 14
 
 if __name__ == "__main__":
     # Importing it sets strict dtypes and ranks and the compilation cache.
-    import tests.conftest
+    import tests.conftest  # noqa: F401
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
     install_import_hook(["deepinfer_jax", "pallas_kernels"], "beartype.beartype")

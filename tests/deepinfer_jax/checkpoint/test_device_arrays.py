@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
-from deepinfer_jax.checkpoint import placement
+from deepinfer_jax.checkpoint import device_arrays
+from deepinfer_jax.checkpoint.device_arrays import blocks, host_copies, place, uploaded_copies
 from deepinfer_jax.checkpoint.pieces import lengths, whole
-from deepinfer_jax.checkpoint.placement import blocks, host_copies, place, uploaded_copies
 from tests.golden import DATA
 
 REPOSITORY = DATA.parent.parent
@@ -47,7 +47,7 @@ def test_blocks_hold_whole_tiles():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(placement, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 256)
 
 
 VALUES = np.random.default_rng(0).integers(0, 100, (3, 50, 7))
@@ -100,7 +100,7 @@ EIGHT_DEVICES = """
 import itertools, json
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from deepinfer_jax.checkpoint.placement import place
+from deepinfer_jax.checkpoint.device_arrays import place
 mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 values = np.arange(8 * 12 * 4).reshape(8, 12, 4)
 results = []
