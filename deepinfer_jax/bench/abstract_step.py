@@ -48,8 +48,8 @@ class Workload:
     pools fill.
     """
 
-    rows: int = 32
-    context: int = 128 * 1024
+    rows: int = 8
+    context: int = 512 * 1024
     cache_share: float = 0.2
 
 
