@@ -137,15 +137,17 @@ def lossless_numerics(described: Model, files: TensorFiles) -> Numerics:
     """The most compact numerics whose stored form loses nothing of a checkpoint.
 
     Packed weights stay packed; a checkpoint that is plain, or plain in part, goes to bfloat16, which holds every
-    product of a quantised element and its scale, unless it has float32 tensors where the release has others.
+    product of a quantised element and its scale, unless it has float32 tensors where the release has others. So does
+    one with joined matrices that would share a scale.
     """
     packable = True
     for item in parameters(described):
-        for name in (piece for pieces in item.released for piece in pieces):
-            dtype = files.entries[name].dtype if name in files.entries else None
-            if dtype == "F32" and item.stored is not Stored.F32:
+        for pieces in item.released:
+            dtypes = {files.entries[name].dtype for name in pieces if name in files.entries}
+            if "F32" in dtypes and item.stored is not Stored.F32:
                 return F32
-            packable = packable and not (item.has_scale and dtype in PLAIN_DTYPES)
+            shared = len(pieces) > 1 and item.piece_shape[0] % item.scale_rows > 0
+            packable = packable and not (item.has_scale and (shared or dtypes & {*PLAIN_DTYPES}))
     return RELEASED if packable else BF16
 
 
@@ -304,7 +306,7 @@ def _compare(target: Path, bundle: Bundle, note: Note) -> None:
 
 
 def _content_digest(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _parts(item: Parameter, numerics: Numerics) -> Iterator[PlannedPart]:

@@ -155,7 +155,7 @@ class TensorHash:
         """Take the tensor's next bytes: a contiguous uint8 array."""
         while content.size:
             part, content = content[: self._room], content[self._room :]
-            self._open.update(part)
+            self._open.update(part.data)
             self._room -= part.size
             if not self._room:
                 self._close()
@@ -198,7 +198,7 @@ class ContentCheck:
         for chunk in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             if chunk in computed:
                 continue
-            found = hashlib.sha256(self._chunk(entry, chunk)).hexdigest()
+            found = hashlib.sha256(self._chunk(entry, chunk).data).hexdigest()
             if self._expected is not None and found != self._expected.tensors[name].chunks[chunk]:
                 first = chunk * CHUNK_BYTES
                 place = f"bytes {first} to {min(first + CHUNK_BYTES, entry.size)} in {entry.file}"

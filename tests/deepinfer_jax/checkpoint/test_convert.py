@@ -1,5 +1,6 @@
 """Conversion: what is restored is what was stored, in whole and in part, and nothing unfinished or damaged passes."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,14 +16,15 @@ import pytest
 
 from deepinfer_jax.checkpoint import convert as conversion
 from deepinfer_jax.checkpoint import converted as layout
-from deepinfer_jax.checkpoint.convert import convert
+from deepinfer_jax.checkpoint.convert import convert, lossless_numerics
 from deepinfer_jax.checkpoint.converted import ConvertedStorage, read_manifest
 from deepinfer_jax.checkpoint.digest import read_digests, weights_id
 from deepinfer_jax.checkpoint.reader import coverage, load_model, open_storage
+from deepinfer_jax.checkpoint.safetensors import open_directory
 from deepinfer_jax.checkpoint.subset import encoder_only, everything, text_only, vision_only
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError, InputError
-from deepinfer_jax.model.params import parameters
+from deepinfer_jax.model.params import Parameter, Stored, parameters
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import BF16, F32, RELEASED, Numerics
 from tests.containers import flip_bit, place_of
@@ -70,6 +72,15 @@ def test_the_form_is_the_most_compact_one_that_loses_nothing(released, converted
     assert read_manifest(converted).numerics == "released"
     convert(TINY / "bf16", tmp_path / "plain")
     assert read_manifest(tmp_path / "plain").numerics == "bf16"
+    files = open_directory(released)
+    described = Model.describe(ModelConfig.from_directory(released))
+    assert lossless_numerics(described, files) == RELEASED
+    for rows, expected in ((64, RELEASED), (96, BF16)):
+        joined = Parameter((rows, 64), (None, None), Stored.FP8_BLOCKS, (("a.weight", "b.weight"),))
+        assert lossless_numerics(dataclasses.replace(described, head=joined), files) == expected
+    wide = dataclasses.replace(files, entries=dict(files.entries))
+    wide.entries["norm.weight"] = dataclasses.replace(files.entries["norm.weight"], dtype="F32")
+    assert lossless_numerics(described, wide) == F32
 
 
 def test_expanded_weights_cannot_be_packed_again(released, tmp_path):
