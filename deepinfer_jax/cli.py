@@ -13,6 +13,7 @@ from types import MappingProxyType
 import click
 
 from deepinfer_jax import __version__
+from deepinfer_jax.commands.settings import start_with_settings
 from deepinfer_jax.errors import DeepInferError
 
 COMMAND_GROUP = "deepinfer_jax.commands"
@@ -44,6 +45,12 @@ Exit codes:
   3    the model's configuration is not accepted
   4    the checkpoint is incomplete or does not fit its configuration
   130  interrupted
+
+\b
+Environment:
+  GLIBC_TUNABLES             set to a faster allocation unless it is there, even empty
+  JAX_COMPILATION_CACHE_DIR  where compiled steps are kept between runs; empty: nowhere
+                             [default: ~/.cache/deepinfer-jax/compiled]
 
 Every command has a --help of its own.
 """
@@ -93,5 +100,11 @@ def main() -> None:
     """Inference for DeepSeek-V4.1-Flash and models of its architecture, in JAX/XLA."""
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program: :func:`main` in a process with the settings of :mod:`deepinfer_jax.commands.settings`."""
+    start_with_settings()
     main()
+
+
+if __name__ == "__main__":
+    run()

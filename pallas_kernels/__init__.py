@@ -9,6 +9,7 @@ from pallas_kernels.grouped_experts import clamped_swiglu, grouped_experts
 from pallas_kernels.hyper_connection_mix import Mix, hyper_connection_mix
 from pallas_kernels.index_selection import Selection, candidate_entries, index_scores, index_selection
 from pallas_kernels.packed_weight import PackedWeight, expand, pack_weight, rounded_inputs
+from pallas_kernels.product import TransposedWeight, Weight, product
 from pallas_kernels.sparse_attention import gather_rows, sparse_attention
 from pallas_kernels.window_attention import window_attention
 
@@ -18,6 +19,8 @@ __all__ = [
     "Mix",
     "PackedWeight",
     "Selection",
+    "TransposedWeight",
+    "Weight",
     "candidate_entries",
     "clamped_swiglu",
     "expand",
@@ -28,6 +31,7 @@ __all__ = [
     "index_selection",
     "merge_partials",
     "pack_weight",
+    "product",
     "rounded_inputs",
     "sparse_attention",
     "window_attention",

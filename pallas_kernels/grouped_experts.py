@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import choose
 from pallas_kernels.packed_weight import PackedWeight, expand, rounded_inputs
+from pallas_kernels.product import Weight, product, without_rounding
 
 # All experts stacked along the first axis, or one array each: a CPU copies what is indexed dynamically out of a stack.
 ExpertWeights = Float[Array, "_experts _out _in"] | PackedWeight | tuple[Any, ...]
@@ -78,9 +79,9 @@ def _dense(
         raise NotImplementedError("grouped_experts 'dense' takes stacked experts, not one array per expert")
     chosen = experts[..., None] == jnp.arange(gate_up.shape[0])[None, None]
     combine = jnp.where(chosen, weights[..., None], 0.0).sum(axis=1)
-    projected = _product("rc,ewc->rew", rounded_inputs(inputs, gate_up), gate_up)
+    projected = _all_experts("rc,ewc->rew", rounded_inputs(inputs, gate_up), gate_up)
     hidden = (clamped_swiglu(projected, limit) * combine[..., None]).astype(inputs.dtype)
-    return _product("rew,ecw->rc", rounded_inputs(hidden, down), down)
+    return _all_experts("rew,ecw->rc", rounded_inputs(hidden, down), down)
 
 
 def _default_tile_rows(rows: int, chosen: int, experts: int, split: bool, dtype: jnp.dtype) -> int:
@@ -91,7 +92,7 @@ def _default_tile_rows(rows: int, chosen: int, experts: int, split: bool, dtype:
     return min(_LARGEST_TILE, 1 << (-(-rows * chosen // experts) - 1).bit_length())
 
 
-def _product(equation: str, inputs: Array, weight: Array | PackedWeight) -> Array:
+def _all_experts(equation: str, inputs: Array, weight: Array | PackedWeight) -> Array:
     values = expand(weight, inputs.dtype)
     return jnp.einsum(equation, inputs, values, preferred_element_type=jnp.float32, precision="highest")
 
@@ -118,13 +119,13 @@ def _tiled(
     sorted_rows = jnp.pad(order // chosen, (0, tile_rows))
     readable = rounded_inputs(inputs, gate_up[0])
 
-    def one_tile(start: Array, up: Array | PackedWeight, out: Array | PackedWeight, outputs: Array) -> Array:
+    def one_tile(start: Array, up: Weight, out: Weight, outputs: Array) -> Array:
         """Rows past the expert's last one compute garbage where later tiles, or nobody, will write and read."""
         taken = jax.lax.dynamic_slice_in_dim(sorted_rows, start, tile_rows)
-        projected = _product("rc,wc->rw", readable[taken], up)
+        projected = product(readable[taken], without_rounding(up))
         routing = jax.lax.dynamic_slice_in_dim(sorted_weights, start, tile_rows)
         hidden = (clamped_swiglu(projected, limit) * routing[:, None]).astype(inputs.dtype)
-        result = _product("rw,cw->rc", rounded_inputs(hidden, out), out)
+        result = product(hidden, out)
         return jax.lax.dynamic_update_slice_in_dim(outputs, result, start, 0)
 
     outputs = jnp.zeros((rows * chosen + tile_rows, inputs.shape[1]), jnp.float32)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import choose
+from pallas_kernels.product import Weight, product
 
 
 class Mix(NamedTuple):
@@ -26,7 +27,7 @@ class Mix(NamedTuple):
 
 def hyper_connection_mix(
     streams: Float[Array, "rows streams hidden"],
-    projection: Float[Array, "mixes stream_hidden"],
+    projection: Weight,
     base: Float[Array, " mixes"],
     scale: Float[Array, " 3"],
     *,
@@ -95,7 +96,7 @@ def _sinkhorn(
 
 def _reference(
     streams: Float[Array, "rows streams hidden"],
-    projection: Float[Array, "mixes stream_hidden"],
+    projection: Weight,
     base: Float[Array, " mixes"],
     scale: Float[Array, " 3"],
     iterations: int,
@@ -105,5 +106,5 @@ def _reference(
     rows, count, hidden = streams.shape
     flat = streams.reshape(rows, count * hidden).astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + norm_epsilon)
-    mixes = jnp.einsum("rc,mc->rm", flat, projection, precision="highest") * factor
+    mixes = product(flat, projection) * factor
     return split_mixes(mixes, base, scale, streams=count, iterations=iterations, epsilon=epsilon)

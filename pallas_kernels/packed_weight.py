@@ -92,7 +92,7 @@ def pack_weight(
     return PackedWeight(data, scale, fp4, scale_rows, rounds_inputs)
 
 
-def rounded_inputs(inputs: Float[Array, "*rows in"], weight: Array | PackedWeight) -> Float[Array, "*rows in"]:
+def rounded_inputs(inputs: Float[Array, "*rows in"], weight: object) -> Float[Array, "*rows in"]:
     """The inputs as a weight's product reads them: through fp8 where the weight asks for it."""
     rounds = isinstance(weight, PackedWeight) and weight.rounds_inputs
     return round_trip_fp8_32(inputs) if rounds else inputs

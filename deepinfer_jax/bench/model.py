@@ -1,7 +1,8 @@
 """Speed of the model itself: prefill of a batch of prompts, then decode steps, on random weights.
 
-Each repeat takes fresh random prompts and reads every token before it builds the next step, so that a step's time
-includes its host part. Best and median are reported; on a shared machine only ratios of best figures mean much.
+Each repeat takes fresh random prompts. While decoding, sampled tokens go straight into the next step and are read
+one step late, so that the host prepares a step while the device runs the one before it. Best and median of the repeats
+are reported; on a shared machine only ratios of best figures mean much.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.state import State, initial_state
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.model.params import count, initialise
-from deepinfer_jax.model.transformer import Model, for_backend
+from deepinfer_jax.model.params import Parameter, backend_form, count, initialise
+from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
+from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
 from deepinfer_jax.runtime.step import advance_and_sample
 
 TILE_ROWS = 128
@@ -32,7 +33,7 @@ TILE_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class ModelFigures:
-    """What one configuration did. Rates are tokens per second over the whole batch, times of the fastest repeat.
+    """What one configuration did. Rates are tokens per second over the whole batch; a step's time is a repeat's mean.
 
     ``load_average`` is the machine's one-minute load when the run ended: above 1 something else was running too.
     """
@@ -91,9 +92,9 @@ def measure_model(
     decodes: list[float] = []
     for repeat in range(work.repeats):
         progress(f"repeat {repeat + 1} of {work.repeats}")
-        prefill, steps = run.repeat(np.random.default_rng(work.seed + 1 + repeat), work.steps)
+        prefill, decode = run.repeat(np.random.default_rng(work.seed + 1 + repeat), work.steps)
         prefills.append(prefill)
-        decodes += steps
+        decodes.append(decode / work.steps)
     rows = work.batch * work.prompt
     return ModelFigures(
         numerics=numerics.name,
@@ -115,7 +116,13 @@ def measure_model(
 
 def draw_weights(config: ModelConfig, numerics: Numerics, seed: int = 0) -> Model:
     """Random weights in the form that runs fastest here."""
-    return for_backend(initialise(Model.describe(config), jax.random.key(seed), numerics))
+    described = Model.describe(config)
+    return jax.tree.map(
+        backend_form,
+        described,
+        initialise(described, jax.random.key(seed), numerics),
+        is_leaf=lambda item: isinstance(item, Parameter),
+    )
 
 
 class ModelRun:
@@ -132,27 +139,26 @@ class ModelRun:
         self._prefill = StepShape(0, work.batch * tiles, min(TILE_ROWS, work.prompt))
         self._decode = StepShape(work.batch)
 
-    def repeat(self, random: np.random.Generator, steps: int) -> tuple[float, list[float]]:
-        """Seconds of one prefill and of each decode step."""
+    def repeat(self, random: np.random.Generator, steps: int) -> tuple[float, float]:
+        """Seconds of one prefill and of the decode steps together."""
         work, config = self._work, self._config
         state = initial_state(config, self._numerics, slots=work.batch, blocks=self._tables.size, layout=self._layout)
         jax.block_until_ready(state)
         prompts = random.integers(0, config.vocab_size, (work.batch, work.prompt)).tolist()
         begin = time.perf_counter()
-        state, tokens = self._step(state, [Chunk(slot, 0, row) for slot, row in enumerate(prompts)], self._prefill)
-        sampled = np.asarray(tokens)
-        prefill, decodes = time.perf_counter() - begin, []
-        for step in range(steps):
-            begin = time.perf_counter()
-            chunks = [Chunk(slot, work.prompt + step, [int(token)]) for slot, token in enumerate(sampled)]
-            state, tokens = self._step(state, chunks, self._decode)
-            sampled = np.asarray(tokens)
-            decodes.append(time.perf_counter() - begin)
-        return prefill, decodes
+        batch, last = _packed([Chunk(slot, 0, row) for slot, row in enumerate(prompts)], self._prefill)
+        state, tokens = self._step(state, batch, last)
+        np.asarray(tokens)
+        prefilled = time.perf_counter()
+        for position in range(work.prompt, work.prompt + steps):
+            batch, last = _packed([Chunk(slot, position, [0]) for slot in range(work.batch)], self._decode)
+            state, following = self._step(state, dataclasses.replace(batch, tokens=tokens), last)
+            np.asarray(tokens)
+            tokens = following
+        np.asarray(tokens)
+        return prefilled - begin, time.perf_counter() - prefilled
 
-    def _step(self, state: State, chunks: list[Chunk], shape: StepShape) -> tuple[State, Array]:
-        batch, starts = pack(chunks, shape)
-        last = np.asarray(starts, np.int32) + np.asarray([len(chunk.tokens) - 1 for chunk in chunks], np.int32)
+    def _step(self, state: State, batch: Batch, last: np.ndarray) -> tuple[State, Array]:
         return advance_and_sample(
             self._params,
             state,
@@ -164,3 +170,11 @@ class ModelRun:
             config=self._config,
             numerics=self._numerics,
         )
+
+
+def _packed(chunks: list[Chunk], shape: StepShape) -> tuple[Batch, np.ndarray]:
+    """The packed step, and the row of every chunk's last token."""
+    batch, starts = pack(chunks, shape)
+    return batch, np.asarray(
+        [start + len(chunk.tokens) - 1 for start, chunk in zip(starts, chunks, strict=True)], np.int32
+    )

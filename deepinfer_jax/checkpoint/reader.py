@@ -76,6 +76,7 @@ def load_model(
     progress: Callable[[str], None] | None = None,
     subset: Subset = everything,
     padded: Model | None = None,
+    form: Callable[[Parameter, Leaf], Leaf] = lambda item, array: array,
 ) -> tuple[ModelConfig, Model]:
     """Read a checkpoint directory, of the released or the converted layout, as unrolled parameters.
 
@@ -88,6 +89,7 @@ def load_model(
       subset: which parameters to read; the others are None in the result.
       padded: the description of all parameters with some axes longer than they are stored, so that a layout divides
         them (:func:`deepinfer_jax.parallel.layouts.padded`); what is added is zero.
+      form: applied to every array once it is read (:func:`deepinfer_jax.model.params.backend_form`).
 
     Raises:
       ConfigError: ``config.json`` is missing or not accepted.
@@ -109,10 +111,10 @@ def load_model(
             return None
         if item.stored is Stored.DERIVED:
             values = token_map(directory, config)
-            return _place(target, Plane.VALUES, values.dtype, sharding, functools.partial(_copy, values))
+            return form(item, _place(target, Plane.VALUES, values.dtype, sharding, functools.partial(_copy, values)))
         if progress is not None:
             progress(item.released[0][0])
-        return read_parameter(item, storage, numerics, sharding, target.shape)
+        return form(item, read_parameter(item, storage, numerics, sharding, target.shape))
 
     if shardings is None:
         shardings = map_parameters(lambda item: None, described)

@@ -17,10 +17,10 @@ import jax
 from deepinfer_jax.bench.model import Workload, measure_model
 from deepinfer_jax.bench.peers import PEERS
 from deepinfer_jax.bench.side_by_side import Plan, compare
-from deepinfer_jax.commands.allocator import allocator_settings
 from deepinfer_jax.commands.bench_text import comparison_text, figures_text
 from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import quiet_option
+from deepinfer_jax.commands.settings import outer_environment, process_settings
 from deepinfer_jax.config import PRESETS, ModelConfig
 from deepinfer_jax.numerics import NUMERICS_NAMES, Numerics
 
@@ -95,7 +95,8 @@ def model_command(
         raise click.UsageError("give exactly one of --preset and --config")
     console = Console(quiet)
     work = Workload(batch=batch, prompt=prompt, steps=steps, repeats=repeats)
-    figures = measure_model(config, Numerics.preset(dtype), work, console.note)
+    with _fresh_compilation():
+        figures = measure_model(config, Numerics.preset(dtype), work, console.note)
     if as_json:
         console.text(json.dumps(dataclasses.asdict(figures)) + "\n")
     else:
@@ -192,12 +193,13 @@ def peers_command(
     console = Console(quiet)
     # Other engines run on the CPU; here a device would only be held idle.
     jax.config.update("jax_platforms", "cpu")
+    surroundings = outer_environment(os.environ)
     with ending_on_terminate():
         result = compare(
             plan,
             work_directory,
-            environment=os.environ,
-            own_settings=allocator_settings(os.environ),
+            environment=surroundings,
+            own_settings=process_settings(surroundings),
             progress=console.note,
         )
     console.text(json.dumps(dataclasses.asdict(result)) + "\n" if as_json else comparison_text(result))
@@ -205,3 +207,14 @@ def peers_command(
         click.echo(f"Error: {failure.engine}: {failure.reason}", err=True)
     if result.failures:
         raise click.exceptions.Exit(1)
+
+
+@contextlib.contextmanager
+def _fresh_compilation() -> Iterator[None]:
+    """Without kept compilations, so that their time is seen."""
+    kept = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -67,11 +68,11 @@ class Console:
         with tqdm(total=total, unit=unit, leave=False, disable=disabled, file=sys.stderr) as bar:
             yield lambda: bar.update(1)
 
-    def load_model(self, directory: Path, config: ModelConfig, numerics: Numerics) -> Model:
-        """Read a checkpoint's weights under a progress bar; raises what :func:`load_model` raises."""
+    def load_model(self, directory: Path, config: ModelConfig, numerics: Numerics, **options: Any) -> Model:
+        """Read a checkpoint's weights under a progress bar; options and errors as of :func:`load_model`."""
         read = [item for item in parameters(Model.describe(config)) if item.released]
         with self.progress(len(read), " weights") as step:
-            return load_model(directory, numerics, progress=lambda name: step())[1]
+            return load_model(directory, numerics, progress=lambda name: step(), **options)[1]
 
     def _close_remarks(self) -> None:
         if self._remarks_open:

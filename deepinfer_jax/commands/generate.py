@@ -24,6 +24,7 @@ from deepinfer_jax.commands.prompt import (
 )
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.generation import Sampling, check_prompt, generate
+from deepinfer_jax.model.params import backend_form
 from deepinfer_jax.numerics import Numerics
 
 # Short enough to be typed again from the summary.
@@ -111,7 +112,7 @@ def command(
     check_prompt(ready.token_ids, config, sampling.max_tokens)
     console = Console(quiet)
     chosen = Numerics.preset(numerics)
-    params = console.load_model(directory, config, chosen)
+    params = console.load_model(directory, config, chosen, form=backend_form)
     console.note("compiling for this length", terminal_only=True)
     report = Report(time.perf_counter())
     tokens = generate(params, config, chosen, ready.token_ids, sampling)

@@ -17,7 +17,7 @@ from deepinfer_jax.model.compressor import Compressor, compress
 from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.indexer import Indexer, Selected, select
 from deepinfer_jax.model.linear import linear, rms_norm
-from deepinfer_jax.model.params import Leaf, Stored, norm, single
+from deepinfer_jax.model.params import Leaf, Stored, matrix, norm, single
 from deepinfer_jax.model.rope import Rotation, rotation
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource, Number
@@ -56,15 +56,15 @@ class Attention:
         rank, group_width = config.o_groups * config.o_lora_rank, heads // config.o_groups * head_dim
         fp8 = Stored.FP8_BLOCKS
         return cls(
-            query_down=single(f"{prefix}.wq_a.weight", (config.q_lora_rank, hidden), (None, None), fp8),
+            query_down=matrix(f"{prefix}.wq_a.weight", (config.q_lora_rank, hidden), (None, None), fp8),
             query_norm=norm(f"{prefix}.q_norm.weight", config.q_lora_rank),
-            query_up=single(f"{prefix}.wq_b.weight", (heads * head_dim, config.q_lora_rank), ("heads", None), fp8),
-            window_key=single(f"{prefix}.wkv.weight", (head_dim, hidden), (None, None), fp8),
+            query_up=matrix(f"{prefix}.wq_b.weight", (heads * head_dim, config.q_lora_rank), ("heads", None), fp8),
+            window_key=matrix(f"{prefix}.wkv.weight", (head_dim, hidden), (None, None), fp8),
             window_norm=norm(f"{prefix}.kv_norm.weight", head_dim),
             output_down=dataclasses.replace(
                 single(f"{prefix}.wo_a.weight", (rank, group_width), ("output_groups", None), fp8), exact_inputs=True
             ),
-            output_up=single(f"{prefix}.wo_b.weight", (hidden, rank), (None, "output_groups"), fp8),
+            output_up=matrix(f"{prefix}.wo_b.weight", (hidden, rank), (None, "output_groups"), fp8),
             sink=single(f"{prefix}.attn_sink", (heads,), ("heads",), Stored.F32, "unit"),
             compressor=Compressor.describe(config, prefix, kind.ratio) if kind.mode is Mode.FULL else None,
             indexer=Indexer.describe(config, prefix) if kind.selects else None,

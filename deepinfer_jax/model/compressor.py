@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.linear import linear, linear_float32, rms_norm
-from deepinfer_jax.model.params import Leaf, norm, single
+from deepinfer_jax.model.params import Leaf, matrix, norm
 from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource, Number
@@ -36,10 +36,10 @@ class Compressor:
         wide = (config.head_dim, config.hidden_size)
         index_wide = (config.index_head_dim, config.head_dim)
         return cls(
-            value=single(f"{prefix}.compressor.wkv.weight", wide, (None, None)),
-            gate=single(f"{prefix}.compressor.wgate.weight", wide, (None, None)) if ratio > 1 else None,
+            value=matrix(f"{prefix}.compressor.wkv.weight", wide, (None, None)),
+            gate=matrix(f"{prefix}.compressor.wgate.weight", wide, (None, None)) if ratio > 1 else None,
             norm=norm(f"{prefix}.compressor.norm.weight", config.head_dim),
-            index_key=single(f"{prefix}.indexer.wk.weight", index_wide, (None, None)),
+            index_key=matrix(f"{prefix}.indexer.wk.weight", index_wide, (None, None)),
             index_key_norm=norm(f"{prefix}.indexer.k_norm.weight", config.index_head_dim),
         )
 

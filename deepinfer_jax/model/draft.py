@@ -20,7 +20,7 @@ from deepinfer_jax.model.hyper_connections import collapse, initial_streams, run
 from deepinfer_jax.model.layer import Layer
 from deepinfer_jax.model.linear import linear, linear_float32, rms_norm
 from deepinfer_jax.model.moe import mixture_of_experts
-from deepinfer_jax.model.params import Leaf, Stored, norm, single
+from deepinfer_jax.model.params import Leaf, Stored, matrix, norm, single
 from deepinfer_jax.model.rope import Rotation, rotation
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
@@ -56,7 +56,7 @@ class DraftHead:
                 Layer.describe(config, f"mtp.{stage}", _STAGE_KIND, draft.n_routed_experts)
                 for stage in range(draft.stages)
             ),
-            main_projection=single(
+            main_projection=matrix(
                 "mtp.0.main_proj.weight",
                 (hidden, len(draft.target_layer_ids) * hidden),
                 (None, None),
@@ -65,8 +65,8 @@ class DraftHead:
             main_norm=norm("mtp.0.main_norm.weight", hidden),
             norm=norm(f"{last}.norm.weight", hidden),
             markov_embedding=single(f"{last}.markov_head.embed.weight", markov, ("vocabulary", None), init="unit"),
-            markov_head=single(f"{last}.markov_head.head.weight", markov, ("vocabulary", None)),
-            confidence=single(f"{last}.confidence_head.proj.weight", (1, hidden + draft.markov_rank), (None, None)),
+            markov_head=matrix(f"{last}.markov_head.head.weight", markov, ("vocabulary", None)),
+            confidence=matrix(f"{last}.confidence_head.proj.weight", (1, hidden + draft.markov_rank), (None, None)),
         )
 
 

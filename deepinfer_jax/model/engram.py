@@ -20,7 +20,7 @@ from deepinfer_jax.config_checks import ENGRAM_VOCABULARY_LIMIT
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.params import Leaf, Stored, single
+from deepinfer_jax.model.params import Leaf, Stored, matrix, single
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
 from pallas_kernels import expand
@@ -54,7 +54,7 @@ class Engram:
                 Stored.FP8_ROWS,
                 "unit",
             ),
-            key_value=single(
+            key_value=matrix(
                 f"{prefix}.wkv.weight",
                 ((streams + 1) * hidden, engram.columns * engram.head_dim),
                 (None, None),

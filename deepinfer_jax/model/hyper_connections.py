@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.linear import rms_norm
-from deepinfer_jax.model.params import Leaf, Stored, norm, single
+from deepinfer_jax.model.params import Leaf, Stored, matrix, norm, single
 from pallas_kernels import Mix, hyper_connection_mix
 
 Taps = dict[str, Array]
@@ -37,7 +37,7 @@ class SubLayer:
         streams = config.hc_mult
         mixes = (2 + streams) * streams
         return cls(
-            projection=single(
+            projection=matrix(
                 f"{prefix}.hc_{short}_fn", (mixes, streams * config.hidden_size), (None, None), Stored.F32
             ),
             base=single(f"{prefix}.hc_{short}_base", (mixes,), (None,), Stored.F32, "mix_base"),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.linear import linear, linear_float32
-from deepinfer_jax.model.params import Leaf, Stored, single
+from deepinfer_jax.model.params import Leaf, Stored, matrix
 from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource, Number
@@ -40,13 +40,13 @@ class Indexer:
         """``prefix`` is the attention's released prefix, ``layers.N.attn``."""
         heads = config.index_n_heads
         return cls(
-            query=single(
+            query=matrix(
                 f"{prefix}.indexer.wq_b.weight",
                 (heads * config.index_head_dim, config.q_lora_rank),
                 ("index_heads", None),
                 Stored.FP8_BLOCKS,
             ),
-            head_weights=single(f"{prefix}.indexer.weights_proj.weight", (heads, config.hidden_size), (None, None)),
+            head_weights=matrix(f"{prefix}.indexer.weights_proj.weight", (heads, config.hidden_size), (None, None)),
         )
 
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import PackedWeight, expand, rounded_inputs
-
-Weight = Float[Array, "out in"] | PackedWeight
+from pallas_kernels import Weight, product
 
 
 def linear(inputs: Float[Array, "*batch in"], weight: Weight) -> Float[Array, "*batch out"]:
@@ -17,19 +15,8 @@ def linear(inputs: Float[Array, "*batch in"], weight: Weight) -> Float[Array, "*
 
 
 def linear_float32(inputs: Float[Array, "*batch in"], weight: Weight) -> Float[Array, "*batch out"]:
-    """``inputs @ weight.T`` with a float32 result; operands of different dtypes meet in float32.
-
-    A packed weight is expanded to the inputs' dtype, and the inputs go through fp8 where it asks for that.
-    """
-    values = expand(weight, inputs.dtype)
-    dtype = inputs.dtype if inputs.dtype == values.dtype else jnp.float32
-    return jax.lax.dot_general(
-        rounded_inputs(inputs, weight).astype(dtype),
-        values.astype(dtype),
-        (((inputs.ndim - 1,), (1,)), ((), ())),
-        precision="highest",
-        preferred_element_type=jnp.float32,
-    )
+    """:func:`linear` without the final rounding; operands of different dtypes meet in float32."""
+    return product(inputs, weight)
 
 
 def rms_norm(

@@ -5,8 +5,6 @@ Model specification, section 9. Every layer and draft stage has one; there is no
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,7 +14,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.exchange import LOCAL, Exchange
 from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.linear import linear_float32
-from deepinfer_jax.model.params import Leaf, Parameter, Stored, single
+from deepinfer_jax.model.params import Leaf, Parameter, Stored, matrix, single
 from pallas_kernels import clamped_swiglu
 
 
@@ -46,7 +44,7 @@ class MixtureOfExperts:
             return f"{prefix}.experts.{index}.{part}.weight"
 
         return cls(
-            router=single(f"{prefix}.gate.weight", (experts, hidden), (None, None)),
+            router=matrix(f"{prefix}.gate.weight", (experts, hidden), (None, None)),
             text_bias=single(f"{prefix}.gate.bias", (experts,), (None,), Stored.F32, "small"),
             image_bias=single(f"{prefix}.gate.bias_vl", (experts,), (None,), Stored.F32, "small"),
             gate_up=Parameter(
@@ -55,6 +53,7 @@ class MixtureOfExperts:
                 stored=Stored.FP4_ROWS,
                 released=tuple((expert(index, "w1"), expert(index, "w3")) for index in range(experts)),
                 stacked=True,
+                multiplied=True,
             ),
             down=Parameter(
                 shape=(experts, hidden, width),
@@ -62,25 +61,17 @@ class MixtureOfExperts:
                 stored=Stored.FP4_ROWS,
                 released=tuple((expert(index, "w2"),) for index in range(experts)),
                 stacked=True,
+                multiplied=True,
             ),
             shared_gate_up=Parameter(
                 shape=(2 * width, hidden),
                 axes=(None, None),
                 stored=Stored.FP8_BLOCKS,
                 released=((f"{prefix}.shared_experts.w1.weight", f"{prefix}.shared_experts.w3.weight"),),
+                multiplied=True,
             ),
-            shared_down=single(f"{prefix}.shared_experts.w2.weight", (hidden, width), (None, None), Stored.FP8_BLOCKS),
+            shared_down=matrix(f"{prefix}.shared_experts.w2.weight", (hidden, width), (None, None), Stored.FP8_BLOCKS),
         )
-
-
-def split_experts(params: MixtureOfExperts) -> MixtureOfExperts:
-    """The same experts as one array each, which CPUs read in place."""
-    experts = range(params.router.shape[0])
-    return dataclasses.replace(
-        params,
-        gate_up=tuple(params.gate_up[expert] for expert in experts),
-        down=tuple(params.down[expert] for expert in experts),
-    )
 
 
 def route(

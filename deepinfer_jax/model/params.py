@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from deepinfer_jax.numerics import Numerics
-from pallas_kernels import PackedWeight, pack_weight
+from pallas_kernels import PackedWeight, TransposedWeight, pack_weight
 
 Tree = TypeVar("Tree")
 # A leaf of a parameter tree: an array, an abstract array, a Parameter, or None where a layer lacks the mechanism.
@@ -55,6 +55,7 @@ class Parameter:
     stacked: bool = False
     init: str = "normal"
     classes: int = 0  # of a derived map: its values lie below this
+    multiplied: bool = False  # nothing but pallas_kernels.product reads it
     exact_inputs: bool = False  # the reference does not round this quantised weight's inputs to fp8
 
     @property
@@ -125,6 +126,11 @@ def single(
     return Parameter(shape, axes, stored, ((name,),), init=init)
 
 
+def matrix(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], stored: Stored = Stored.BF16) -> Parameter:
+    """A :func:`single` weight that rows are multiplied with, and that serves nothing else."""
+    return dataclasses.replace(single(name, shape, axes, stored), multiplied=True)
+
+
 def norm(name: str, width: int, axis: str | None = None) -> Parameter:
     """An RMSNorm weight."""
     return single(name, (width,), (axis,), init="norm")
@@ -188,6 +194,23 @@ def from_noise(item: Parameter, noise: Float[Array, "*shape"]) -> Float[Array, "
         "mix_base": lambda: _mix_base(noise.shape[0]) + 0.1 * noise,
     }
     return rules[item.init]()
+
+
+def backend_form(item: Parameter, weight: Leaf) -> Leaf:
+    """An array of unrolled parameters in the form that suits the default backend.
+
+    On a CPU multiplied weights lie transposed, ``[in out]``, and every expert's in an array of its own: its products
+    then read them in place. Packed weights are not transposed.
+    """
+    if jax.default_backend() != "cpu":
+        return weight
+    if item.stacked:
+        return tuple(_cpu_form(item, weight[expert]) for expert in range(item.shape[0]))
+    return _cpu_form(item, weight)
+
+
+def _cpu_form(item: Parameter, weight: Leaf) -> Leaf:
+    return TransposedWeight(weight.T) if item.multiplied and not isinstance(weight, PackedWeight) else weight
 
 
 def _mix_base(mixes: int) -> Array:

@@ -27,8 +27,7 @@ from deepinfer_jax.model.layer import (
     unroll_layers,
 )
 from deepinfer_jax.model.linear import linear_float32, rms_norm
-from deepinfer_jax.model.moe import split_experts
-from deepinfer_jax.model.params import Leaf, Parameter, Stored, norm, single
+from deepinfer_jax.model.params import Leaf, Parameter, Stored, matrix, norm, single
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.model.vision import Vision
@@ -58,7 +57,7 @@ class Model:
         engram = config.engram
         return cls(
             embedding=single("embed.weight", table, ("vocabulary", None), init="unit"),
-            head=single("head.weight", table, ("vocabulary", None)),
+            head=matrix("head.weight", table, ("vocabulary", None)),
             norm=norm("norm.weight", config.hidden_size),
             layers=UnrolledLayers(
                 tuple(
@@ -84,26 +83,6 @@ class Model:
         if isinstance(self.layers, UnrolledLayers):
             return self
         return dataclasses.replace(self, layers=unroll_layers(self.layers, topology(config)))
-
-
-def for_backend(params: Model) -> Model:
-    """Parameters in the form that suits the default backend: on CPU unrolled ones get one array per expert."""
-    suits = jax.default_backend() == "cpu" and isinstance(params.layers, UnrolledLayers)
-    return split_experts_of(params) if suits else params
-
-
-def split_experts_of(params: Model) -> Model:
-    """The unrolled parameters with one array per expert; see :func:`deepinfer_jax.model.moe.split_experts`."""
-    assert isinstance(params.layers, UnrolledLayers)
-
-    def split(layer: Layer) -> Layer:
-        return dataclasses.replace(layer, feed_forward=split_experts(layer.feed_forward))
-
-    draft = params.draft
-    if draft is not None:
-        draft = dataclasses.replace(draft, stages=tuple(split(stage) for stage in draft.stages))
-    layers = UnrolledLayers(tuple(split(layer) for layer in params.layers.layers))
-    return dataclasses.replace(params, layers=layers, draft=draft)
 
 
 @struct.dataclass

@@ -35,12 +35,9 @@ def test_figures_are_rates_over_the_batch_and_agree_with_each_other():
     assert notes[-2:] == ["repeat 1 of 2", "repeat 2 of 2"]
 
 
-def test_a_run_times_one_prefill_and_each_step():
+def test_a_run_times_one_prefill_and_all_steps():
     run = ModelRun(CONFIG, F32, WORK, draw_weights(CONFIG, F32))
-    prefill, steps = run.repeat(np.random.default_rng(0), 3)
-    assert prefill > 0
-    assert len(steps) == 3
-    assert min(steps) > 0
+    assert min(run.repeat(np.random.default_rng(0), 3)) > 0
 
 
 def test_a_prompt_that_does_not_fit_the_model_is_refused():

@@ -42,9 +42,9 @@ def run() -> Callable[..., Result]:
 @pytest.fixture(scope="session", autouse=True)
 def weights_read_once() -> Iterator[None]:
     """Read every checkpoint once in this process; processes of their own read theirs."""
-    read = functools.cache(lambda directory, numerics: load_model(directory, numerics))
+    read = functools.cache(load_model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console, "load_model", lambda directory, numerics, progress: read(directory, numerics))
+        patch.setattr(console, "load_model", lambda *arguments, progress, **options: read(*arguments, **options))
         yield
 
 

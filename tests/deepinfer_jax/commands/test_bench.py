@@ -13,7 +13,7 @@ import pytest
 from deepinfer_jax.bench.comparison import Comparison, Failure, Fraction, Ratio, Row
 from deepinfer_jax.bench.machine import MachineRates
 from deepinfer_jax.bench.side_by_side import Plan
-from deepinfer_jax.commands import allocator, bench
+from deepinfer_jax.commands import bench, settings
 from tests.engines import one_layer_configuration
 
 COMPARISON = Comparison(
@@ -126,7 +126,10 @@ def test_a_busy_machine_is_refused(run, tmp_path, monkeypatch):
 def test_options_make_the_plan(run, compared, tmp_path, monkeypatch):
     calls = compared(COMPARISON)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(allocator.VARIABLE, "glibc.malloc.check=0")
+    monkeypatch.setenv(settings.ALLOCATOR, "glibc.malloc.check=0")
+    # As after the command started itself again.
+    monkeypatch.setenv(settings.CACHE, "kept")
+    monkeypatch.setenv(settings.OWN, settings.CACHE)
     assert run("bench", "peers").exit_code == 0
     options = ["--only", "mlx", "--only", "torch", "--environment", "mlx=there", "--dtype", "bf16", "--batch", 4]
     options += ["--prompt", 32, "--steps", 4, "--repeats", 2, "--processors", 1, "--maximum-load", 7]
@@ -146,18 +149,9 @@ def test_options_make_the_plan(run, compared, tmp_path, monkeypatch):
     )
     assert other == Path("work")
     # What the user sets for the allocator goes to all engines alike.
-    assert surroundings["environment"][allocator.VARIABLE] == "glibc.malloc.check=0"
-    assert surroundings["own_settings"] == {}
-
-
-def test_the_allocator_is_set_where_nobody_did(monkeypatch):
-    monkeypatch.setattr("sys.platform", "linux")
-    settings = allocator.allocator_settings({"HOME": "home"})
-    assert settings.keys() == {"GLIBC_TUNABLES"}
-    assert "glibc.malloc.hugetlb=1" in settings["GLIBC_TUNABLES"].split(":")
-    assert allocator.allocator_settings({"GLIBC_TUNABLES": ""}) == {}
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert allocator.allocator_settings({}) == {}
+    assert surroundings["environment"][settings.ALLOCATOR] == "glibc.malloc.check=0"
+    assert settings.CACHE not in surroundings["environment"]
+    assert surroundings["own_settings"].keys() == {settings.CACHE, settings.CACHED_FROM}
 
 
 def test_a_comparison_is_shown_as_tables(run, compared):

@@ -13,11 +13,12 @@ from jax import Array
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.exchange import LOCAL, Exchange, LocalExchange
-from deepinfer_jax.model.params import abstract, initialise, parameters
+from deepinfer_jax.model.params import Parameter, abstract, backend_form, initialise, parameters
 from deepinfer_jax.model.rows import Rows, sequence_rows
 from deepinfer_jax.model.transformer import Model, forward, logits
 from deepinfer_jax.model.vision import align, image_span_embeddings, vision_tower
 from deepinfer_jax.numerics import F32, Numerics
+from pallas_kernels import TransposedWeight
 from tests.checkpoints import golden_model, prompt_batch, prompts, sequence_source
 from tests.golden import document, tensors
 
@@ -36,6 +37,22 @@ def full_pass(
     source = sequence_source(config, numerics, rows, length)
     output = forward(params, rows, source, config, numerics, exchange)
     return logits(params, output.hidden).reshape(sequences, -1, config.vocab_size)[:, :length]
+
+
+@pytest.mark.parametrize("numerics", ["f32", "bf16", "released"])
+def test_the_form_for_a_cpu_changes_rounding_only(numerics: str) -> None:
+    """Transposed weights and experts of their own, on the shortest prompt and on one of many tiles."""
+    chosen = Numerics.preset(numerics)
+    config, params = golden_model("quant", numerics)
+    described = Model.describe(config)
+    formed = jax.tree.map(backend_form, described, params, is_leaf=lambda item: isinstance(item, Parameter))
+    assert isinstance(formed.layers.layers[0].feed_forward.down, tuple)
+    assert isinstance(formed.head, TransposedWeight)
+    assert isinstance(formed.embedding, Array)
+    _, batch = prompt_batch(LENGTH)
+    plain, other = (np.asarray(full_pass(tree, batch[-1:], config, chosen)) for tree in (params, formed))
+    scale = np.abs(plain).max()
+    assert np.abs(plain - other).max() <= (1e-5 if numerics == "f32" else 0.1) * scale
 
 
 def test_golden_prompts_have_clear_selections() -> None:
