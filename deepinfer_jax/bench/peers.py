@@ -141,6 +141,13 @@ def own_commands(place: Place, numerics: tuple[str, ...], config: str = PRESET) 
     ]
 
 
+def first_tokens_command(command: EngineCommand) -> tuple[EngineCommand, Path]:
+    """Fastllm's command turned into the one of ``drivers/fastllm_first_tokens.py``, and the checkpoint it reads."""
+    python, driver, directory, threads, _ = command.arguments
+    other = str(Path(driver).with_name("fastllm_first_tokens.py"))
+    return dataclasses.replace(command, arguments=(python, other, directory, threads)), Path(directory)
+
+
 def machine_command(place: Place) -> EngineCommand:
     """The measurement of :mod:`deepinfer_jax.bench.machine`."""
     (own,) = own_commands(place, ("f32",))

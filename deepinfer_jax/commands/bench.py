@@ -1,4 +1,4 @@
-"""``deepinfer-jax bench``: speed of the model on this machine, alone and beside other engines."""
+"""``deepinfer-jax bench``: the model on this machine, alone and beside other engines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from pathlib import Path
 import click
 import jax
 
+from deepinfer_jax.bench.agreement import PEER as AGREEMENT_PEER
+from deepinfer_jax.bench.agreement import compare_first_tokens
 from deepinfer_jax.bench.model import Workload, measure_model
-from deepinfer_jax.bench.peers import PEERS
+from deepinfer_jax.bench.peers import PEERS, Place, check_installed
+from deepinfer_jax.bench.process import EngineError
 from deepinfer_jax.bench.side_by_side import Plan, compare
-from deepinfer_jax.commands.bench_text import comparison_text, figures_text
+from deepinfer_jax.commands.bench_text import agreement_text, comparison_text, figures_text
 from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import quiet_option
 from deepinfer_jax.commands.settings import outer_environment, process_settings
@@ -30,6 +33,7 @@ Examples:
   deepinfer-jax bench model --preset peer-50m --batch 8
   deepinfer-jax bench model --config config.json --dtype bf16 --prompt 128 --json
   deepinfer-jax bench peers --work-directory ~/peers --only torch --repeats 3
+  deepinfer-jax bench agreement --prompts 50 --margin 0.5
 """
 
 
@@ -44,6 +48,24 @@ def parse_environments(ctx: click.Context, param: click.Parameter, values: tuple
     return environments
 
 
+work_directory_option = click.option(
+    "--work-directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("build/peers"),
+    show_default=True,
+    metavar="DIR",
+    help="Where the peers' own environments, a synthetic checkpoint and logs live; kept between runs.",
+)
+environments_option = click.option(
+    "--environment",
+    "environments",
+    multiple=True,
+    callback=parse_environments,
+    metavar="PEER=DIR",
+    help="A virtual environment that has a peer installed, instead of making one; may be repeated.",
+)
+
+
 @contextlib.contextmanager
 def ending_on_terminate() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that engines which stand still end too."""
@@ -56,7 +78,7 @@ def ending_on_terminate() -> Iterator[None]:
 
 @click.group(name="bench", epilog=EPILOG)
 def command() -> None:
-    """Measure speed on this machine."""
+    """Measure speed on this machine, and compare with other engines."""
 
 
 @command.command(name="model", epilog=EPILOG)
@@ -104,23 +126,9 @@ def model_command(
 
 
 @command.command(name="peers", epilog=EPILOG)
-@click.option(
-    "--work-directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("build/peers"),
-    show_default=True,
-    metavar="DIR",
-    help="Where the peers' own environments, a synthetic checkpoint and logs live; kept between runs.",
-)
+@work_directory_option
 @click.option("--only", type=click.Choice(list(PEERS)), multiple=True, help="These peers only; may be repeated.")
-@click.option(
-    "--environment",
-    "environments",
-    multiple=True,
-    callback=parse_environments,
-    metavar="PEER=DIR",
-    help="A virtual environment that has a peer installed, instead of making one; may be repeated.",
-)
+@environments_option
 @click.option(
     "--dtype",
     "numerics",
@@ -207,6 +215,48 @@ def peers_command(
         click.echo(f"Error: {failure.engine}: {failure.reason}", err=True)
     if result.failures:
         raise click.exceptions.Exit(1)
+
+
+@command.command(name="agreement", epilog=EPILOG)
+@work_directory_option
+@environments_option
+@click.option("--prompts", type=click.IntRange(min=1), default=50, show_default=True, help="Prompts to compare.")
+@click.option("--margin", type=click.FloatRange(min=0), default=0.5, show_default=True, help="Least lead of a logit.")
+@click.option("--length", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens of a prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+def agreement_command(
+    work_directory: Path,
+    environments: dict[str, Path],
+    prompts: int,
+    margin: float,
+    length: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare greedy first tokens with those of fastllm, which reads the same random checkpoint.
+
+    This engine runs in `released` numerics. Only prompts count whose best logit leads the second by the margin here.
+    """
+    check_installed(environments)
+    console = Console(quiet)
+    jax.config.update("jax_platforms", "cpu")
+    surroundings = outer_environment(os.environ)
+    place = Place(work_directory.resolve(), surroundings, process_settings(surroundings), os.cpu_count() or 1, 1)
+    place.log("any").parent.mkdir(parents=True, exist_ok=True)
+    with ending_on_terminate():
+        try:
+            result = compare_first_tokens(
+                place,
+                environments.get(AGREEMENT_PEER),
+                prompts=prompts,
+                margin=margin,
+                length=length,
+                progress=console.note,
+            )
+        except EngineError as error:
+            raise click.ClickException(f"{AGREEMENT_PEER}: {error}") from error
+    console.text(json.dumps(dataclasses.asdict(result)) + "\n" if as_json else agreement_text(result))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepinfer_jax.bench.agreement import Agreement
 from deepinfer_jax.bench.comparison import Comparison
 from deepinfer_jax.bench.machine import MachineRates
 from deepinfer_jax.bench.model import ModelFigures
@@ -32,6 +33,16 @@ def comparison_text(result: Comparison) -> str:
         f"load average {result.load_average_before:.2f} before, {result.load_average_after:.2f} after\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def agreement_text(result: Agreement) -> str:
+    """One sentence, and a line for every prompt that differs."""
+    prompts = f"prompts of {result.length} tokens with a margin of {result.margin:g}, of {result.drawn} drawn"
+    equal = f"{result.equal} of {result.compared} first tokens ({result.share:.0%}) equal those of {result.peer}"
+    text = f"{equal}, numerics {result.numerics}; {prompts}\n"
+    for margin, ours, theirs in result.differing:
+        text += f"margin {margin:.2f}: {ours} here, {theirs} there\n"
+    return text
 
 
 def _rows(result: Comparison) -> str:

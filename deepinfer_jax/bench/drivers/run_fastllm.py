@@ -58,6 +58,16 @@ class Engine:
             "decode_tokens": sum(moment > first for times in arrivals for moment in times),
         }
 
+    def first_token(self, prompt: list[int]) -> int:
+        """The greedy token behind a prompt."""
+        handle = self._launch(prompt, 1)
+        tokens: list[int] = []
+        while not tokens or tokens[-1] >= 0:
+            while not LIBRARY.can_fetch_response_llm_model(self._model.model, handle):
+                time.sleep(POLL_SECONDS)
+            tokens.append(LIBRARY.fetch_response_llm_model(self._model.model, handle))
+        return tokens[0]
+
     def _arrivals(self, running: dict[int, int], batch: int) -> list[list[float]]:
         """When each prompt's tokens arrived, by row."""
         arrivals: list[list[float]] = [[] for _ in range(batch)]
