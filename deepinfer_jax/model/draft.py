@@ -26,7 +26,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.topology import LayerKind, Mode
-from pallas_kernels import AttentionPartial, expand, window_attention
+from pallas_kernels import AttentionPartial, Weight, expand, window_attention
 
 _STAGE_KIND = LayerKind(Mode.WINDOW, 0)
 _LARGEST_CONFIDENCE_LOGIT = 60.0
@@ -135,7 +135,7 @@ def context_windows(
 def draft_block(
     params: DraftHead,
     embedding: Float[Array, "vocabulary hidden"],
-    head: Float[Array, "vocabulary hidden"],
+    head: Weight,
     anchors: Int[Array, " requests"],
     positions: Int[Array, " requests"],
     windows: tuple[Float[Array, "requests window head_dim"], ...],

@@ -96,13 +96,18 @@ def hash_constants(engram: EngramConfig) -> HashConstants:
         accepted = f"followed by {primes.size} primes below {ENGRAM_VOCABULARY_LIMIT}, for hashing in uint32"
         raise ConfigError("text_config.engram_vocab_size", engram.vocab_size, accepted)
     flat = primes.reshape(len(engram.layer_ids), -1)
-    totals = tuple(int(total) for total in flat.sum(axis=1))
+    totals = table_sizes(engram)
     if totals != engram.num_embeddings:
         raise ConfigError(
             "text_config.engram_num_embeddings", engram.num_embeddings, f"the sums of hash moduli, {totals}"
         )
     offsets = np.cumsum(flat, axis=1) - flat
     return HashConstants(np.stack(multipliers), primes, offsets.reshape(primes.shape))
+
+
+def table_sizes(engram: EngramConfig) -> tuple[int, ...]:
+    """Rows of each memory's table: the sums of its moduli, which ``engram_num_embeddings`` repeats."""
+    return tuple(int(total) for total in _primes(engram).sum(axis=(1, 2)))
 
 
 def _primes(engram: EngramConfig) -> np.ndarray:

@@ -146,7 +146,7 @@ def test_drivers_stand_alone(path):
     module = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
     imported = {node.module for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(module) if isinstance(node, ast.Import) for alias in node.names}
-    others = {name.split(".")[0] for name in imported} - set(sys.stdlib_module_names) - {"line_protocol"}
+    others = {name.split(".")[0] for name in imported} - set(sys.stdlib_module_names) - {"line_protocol", "run_fastllm"}
     libraries = {
         "run_torch.py": {"torch", "transformers"},
         "run_mlx.py": {"mlx", "mlx_lm"},
