@@ -1,0 +1,112 @@
+"""Training a tiny backbone: what each loss moves, and a run that goes on where it was killed. Numerics f32."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.params import initialise
+from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.numerics import F32
+from examples.train_tiny.backbone import CURVE_FILE, Schedule, train_backbone
+from examples.train_tiny.batches import Windows
+from examples.train_tiny.losses import index_losses, next_token_losses, run_windows
+from tests.engines import tiny_configuration
+
+CONFIG = ModelConfig.from_dict(tiny_configuration())
+LENGTH = 48
+SCHEDULE = Schedule(steps=6, batch=2, length=LENGTH, stored_steps=2, warm_up=2, save_every=2)
+
+
+class KilledError(Exception):
+    """Stands for the end of a process in the middle of a run."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def promotion_of_the_optimiser():
+    """Optax mixes integers and floats, and arrays of different rank."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def windows():
+    """A stream that repeats itself, so that there is something to learn."""
+    pattern = np.random.default_rng(0).integers(4, CONFIG.vocab_size, 7)
+    return Windows.of([np.tile(pattern, 60).astype(np.int32)], LENGTH, seed=1)
+
+
+def curve(directory):
+    return [json.loads(line) for line in (directory / CURVE_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    return train_backbone(CONFIG, None, windows(), SCHEDULE, directory), curve(directory)
+
+
+def test_a_killed_run_goes_on_to_the_same_losses_and_parameters(whole_run, tmp_path):
+    params, lines = whole_run
+
+    def kill(line):
+        if line["step"] == 5:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train_backbone(CONFIG, None, windows(), SCHEDULE, tmp_path, kill)
+    resumed = train_backbone(CONFIG, None, windows(), SCHEDULE, tmp_path)
+    assert curve(tmp_path) == lines
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    jax.tree.map(np.testing.assert_array_equal, resumed, params)
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole_run, tmp_path):
+    params, _ = whole_run
+    train_backbone(CONFIG, None, windows(), SCHEDULE, tmp_path)
+    before = curve(tmp_path)
+    again = train_backbone(CONFIG, None, windows(), SCHEDULE, tmp_path)
+    assert curve(tmp_path) == before
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_losses_fall(tmp_path):
+    schedule = dataclasses.replace(SCHEDULE, steps=40, stored_steps=10, save_every=40, peak_rate=1e-2)
+    train_backbone(CONFIG, None, windows(), schedule, tmp_path)
+    lines = curve(tmp_path)
+    assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
+    assert lines[-1]["index_loss"] < lines[0]["index_loss"]
+
+
+def gradients(loss):
+    params = initialise(Model.describe(CONFIG), jax.random.key(0), F32)
+    batch = jnp.asarray(windows().batch(0, 2))
+
+    def of_params(params):
+        output, rows = run_windows(params, batch[:, :-1], CONFIG)
+        if loss == "index":
+            return index_losses(params, output.taps, rows, LENGTH, 4, CONFIG).sum()
+        return next_token_losses(params, output, batch[:, 1:]).mean()
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(of_params))(params))
+    return {jax.tree_util.keystr(path): np.abs(np.asarray(leaf)).max() for path, leaf in flat}
+
+
+def is_index_weight(name):
+    return "indexer" in name or "index_key" in name
+
+
+def test_each_loss_moves_its_own_weights():
+    """Index losses move what makes index scores, the loss of the next token everything else."""
+    index, language = gradients("index"), gradients("language")
+    for name in index:
+        if is_index_weight(name):
+            assert index[name] > 0, name
+            assert language[name] == 0, name
+        else:
+            assert index[name] == 0, name
+            assert language[name] > 0 or "_bias" in name, name
+    assert sum(map(is_index_weight, index)) >= 4
