@@ -12,7 +12,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.backbone import CURVE_FILE, Schedule, train_backbone
+from examples.train_tiny.backbone import CURVE_FILE, Schedule, _balanced, train_backbone
 from examples.train_tiny.batches import Windows
 from examples.train_tiny.losses import index_losses, next_token_losses, run_windows
 from tests.engines import tiny_configuration
@@ -110,3 +110,12 @@ def test_each_loss_moves_its_own_weights():
             assert index[name] == 0, name
             assert language[name] > 0 or "_bias" in name, name
     assert sum(map(is_index_weight, index)) >= 4
+
+
+def test_balancing_lowers_the_bias_of_experts_that_were_chosen_too_often():
+    params = initialise(Model.describe(CONFIG), jax.random.key(0), F32)
+    loads = jnp.tile(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]), (3, 1))
+    for before, after in zip(params.layers.layers, _balanced(params, loads, 0.01).layers.layers, strict=True):
+        moved = after.feed_forward.text_bias - before.feed_forward.text_bias
+        np.testing.assert_allclose(moved, [-0.01, -0.01, 0.01, 0.01], atol=1e-6)
+        np.testing.assert_array_equal(after.feed_forward.image_bias, after.feed_forward.text_bias)
