@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
@@ -67,6 +68,7 @@ def initial_streams(
     return copied, jnp.zeros((rows, streams), jnp.float32).at[:, 0].set(1.0)
 
 
+@jax.custom_vjp
 def collapse(
     streams: Float[Array, "rows streams hidden"], pre: Float[Array, "rows streams"]
 ) -> Float[Array, "rows hidden"]:
@@ -76,6 +78,7 @@ def collapse(
     return functools.reduce(jnp.add, parts).astype(streams.dtype)
 
 
+@jax.custom_vjp
 def expand(
     output: Float[Array, "rows hidden"], streams: Float[Array, "rows streams hidden"], mix: Mix
 ) -> Float[Array, "rows streams hidden"]:
@@ -84,6 +87,37 @@ def expand(
     parts = (mix.comb[:, source, :, None] * exact[:, source, None, :] for source in range(streams.shape[1]))
     spread = mix.post[:, :, None] * output.astype(jnp.float32)[:, None, :]
     return functools.reduce(jnp.add, parts, spread).astype(streams.dtype)
+
+
+# The gradients of written-out sums would be as many passes over broadcast copies; these are one product and one sum.
+def _collapse_forward(streams: Array, pre: Array) -> tuple[Array, tuple[Array, Array]]:
+    return collapse(streams, pre), (streams, pre)
+
+
+def _collapse_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    streams, pre = saved
+    exact, gradient = streams.astype(jnp.float32), gradient.astype(jnp.float32)
+    return (pre[:, :, None] * gradient[:, None, :]).astype(streams.dtype), jnp.einsum("rsh,rh->rs", exact, gradient)
+
+
+def _expand_forward(output: Array, streams: Array, mix: Mix) -> tuple[Array, tuple[Array, Array, Mix]]:
+    return expand(output, streams, mix), (output, streams, mix)
+
+
+def _expand_backward(saved: tuple[Array, Array, Mix], gradient: Array) -> tuple[Array, Array, Mix]:
+    output, streams, mix = saved
+    gradient, count = gradient.astype(jnp.float32), streams.shape[1]
+    both = jnp.concatenate([streams, output[:, None]], axis=1).astype(jnp.float32)
+    weights = jnp.einsum("rsh,rdh->rsd", both, gradient)
+    spread = jnp.concatenate([mix.comb, mix.post[:, None]], axis=1)
+    parts = (spread[:, :, place, None] * gradient[:, place, None, :] for place in range(count))
+    inputs = functools.reduce(jnp.add, parts)
+    to_mix = Mix(jnp.zeros_like(mix.pre), weights[:, count], weights[:, :count])
+    return inputs[:, count].astype(output.dtype), inputs[:, :count].astype(streams.dtype), to_mix
+
+
+collapse.defvjp(_collapse_forward, _collapse_backward)
+expand.defvjp(_expand_forward, _expand_backward)
 
 
 def run_sub_layer(

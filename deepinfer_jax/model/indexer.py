@@ -88,12 +88,7 @@ def select(
     Returns the new selections (candidates renewed where the layer publishes them), and taps ``index_score``
     ``[rows entries]`` with entries of each row's own tile.
     """
-    queries = linear(query_latent, params.query).reshape(-1, config.index_n_heads, config.index_head_dim)
-    queries = rotation(config, True, rows.positions).apply(queries)
-    if numerics.index_queries_fp4:
-        queries = round_trip_fp4_32(queries)
-    scale = (config.index_head_dim * config.index_n_heads) ** -0.5
-    weights = (linear_float32(inputs, params.head_weights) * scale).astype(inputs.dtype)
+    queries, weights = project_index_queries(params, inputs, query_latent, rows.positions, config, numerics)
     visible = rows.visible_entries(kind.ratio)
     parts, scores = [], []
     level = config.candidates
@@ -128,6 +123,23 @@ def select(
         jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
     )
     return combined, {"index_score": jnp.concatenate(scores)}
+
+
+def project_index_queries(
+    params: Indexer,
+    inputs: Float[Array, "rows hidden"],
+    query_latent: Float[Array, "rows q_rank"],
+    positions: Int[Array, " rows"],
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Float[Array, "rows index_heads index_dim"], Float[Array, "rows index_heads"]]:
+    """The rotated index queries, and their head weights with the scale of the scores inside."""
+    queries = linear(query_latent, params.query).reshape(-1, config.index_n_heads, config.index_head_dim)
+    queries = rotation(config, True, positions).apply(queries)
+    if numerics.index_queries_fp4:
+        queries = round_trip_fp4_32(queries)
+    scale = (config.index_head_dim * config.index_n_heads) ** -0.5
+    return queries, (linear_float32(inputs, params.head_weights) * scale).astype(inputs.dtype)
 
 
 def _groups(tiles: int, elements: int) -> int:

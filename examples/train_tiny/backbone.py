@@ -12,16 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.layer import Layer, UnrolledLayers
-from deepinfer_jax.model.params import initialise
+from deepinfer_jax.model.params import Parameter, Stored
 from deepinfer_jax.model.transformer import Model
-from deepinfer_jax.numerics import F32
-from examples.train_tiny.batches import Windows
+from examples.train_tiny.batches import Batches
+from examples.train_tiny.initialisation import first_parameters
 from examples.train_tiny.losses import expert_loads, index_losses, next_token_losses, run_windows
 from examples.train_tiny.storage import as_stored
 
@@ -34,15 +35,16 @@ INDEX_EVERY = 16
 class Schedule:
     """How long and how fast to train.
 
+    The rate rises for ``warm_up`` steps, stays, and falls to a fiftieth over the last ``decay`` steps.
     ``stored_steps``: the last steps, in which parameters are rounded to their stored formats. ``bias_rate``: how far a
     step moves the selection biases of the router. ``save_every``: steps between checkpoints.
     """
 
     steps: int
     batch: int
-    length: int
+    decay: int
     stored_steps: int
-    peak_rate: float = 3e-3
+    peak_rate: float = 5e-3
     warm_up: int = 100
     weight_decay: float = 0.1
     index_weight: float = 0.1
@@ -63,7 +65,7 @@ class Progress:
 def train_backbone(
     config: ModelConfig,
     token_map: Int[Array, " vocabulary"] | None,
-    windows: Windows,
+    batches: Batches,
     schedule: Schedule,
     directory: Path,
     report: Callable[[dict[str, float]], None] = lambda line: None,
@@ -73,7 +75,7 @@ def train_backbone(
     The loss curve stands in ``curve.jsonl``, one object a step.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    optimiser = _optimiser(schedule)
+    optimiser = _optimiser(config, schedule)
     with ocp.CheckpointManager(
         (directory / "checkpoints").absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=schedule.save_every),
@@ -89,7 +91,7 @@ def train_backbone(
                 progress, figures = update(
                     progress,
                     token_map,
-                    windows.batch(step, schedule.batch),
+                    batches.batch(step, schedule.batch),
                     config=config,
                     schedule=schedule,
                     stored=step >= schedule.steps - schedule.stored_steps,
@@ -122,8 +124,7 @@ def update(
 
     def total(params: Model) -> tuple[Array, tuple[dict[str, Array], Array]]:
         if stored:
-            described = dataclasses.replace(Model.describe(config), draft=None, token_map=None)
-            params = as_stored(described, params)
+            params = as_stored(backbone_description(config), params)
         params = dataclasses.replace(params, token_map=token_map)
         output, rows = run_windows(params, batch[:, :-1], config)
         language = next_token_losses(params, output, batch[:, 1:]).mean()
@@ -157,22 +158,49 @@ def _balanced(params: Model, loads: Float[Array, "layers experts"], rate: float)
     return dataclasses.replace(params, layers=UnrolledLayers(layers))
 
 
+def backbone_description(config: ModelConfig) -> Model:
+    """The described model without draft head and token map."""
+    return dataclasses.replace(Model.describe(config), draft=None, token_map=None)
+
+
 def _first(config: ModelConfig, optimiser: optax.GradientTransformation, seed: int) -> Progress:
-    described = dataclasses.replace(Model.describe(config), draft=None, token_map=None)
-    params = initialise(described, jax.random.key(seed), F32)
+    params = first_parameters(backbone_description(config), seed)
     return Progress(params, optimiser.init(params), jnp.zeros((), jnp.int32))
 
 
 @functools.lru_cache
-def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, schedule.peak_rate, schedule.warm_up, schedule.steps, end_value=0.05 * schedule.peak_rate
+def _optimiser(config: ModelConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """Muon for the quantised matrices, AdamW for all else; both move a parameter by about the rate in root mean square.
+
+    Muon: Liu et al., "Muon is Scalable for LLM Training", 2025.
+    """
+    peak, falling = schedule.peak_rate, schedule.steps - schedule.decay
+    rate = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, schedule.warm_up),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.02 * peak, schedule.decay),
+        ],
+        [schedule.warm_up, falling],
     )
-    matrices = functools.partial(jax.tree.map, lambda array: array.ndim > 1)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.95, weight_decay=schedule.weight_decay, mask=matrices),
+        optax.contrib.muon(
+            rate,
+            consistent_rms=0.2,
+            weight_decay=schedule.weight_decay,
+            adam_b2=0.95,
+            adam_weight_decay=schedule.weight_decay,
+            muon_weight_dimension_numbers=jax.tree.map(_matrix_axes, backbone_description(config)),
+        ),
     )
+
+
+def _matrix_axes(item: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
+    if item.stored not in (Stored.FP8_BLOCKS, Stored.FP4_ROWS):
+        return None
+    last = len(item.shape) - 1
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=last, output_axis=last - 1)
 
 
 def _cut_curve(curve: Any, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -21,6 +22,13 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer, config
         np.asarray([config.bos_token_id, *tokenizer.encode_text(document.text), config.eos_token_id], np.int32)
         for document in documents
     ]
+
+
+class Batches(Protocol):
+    """What training draws from."""
+
+    def batch(self, step: int, size: int) -> Int32[np.ndarray, "size window"]:
+        """The windows of one step; a function of the step alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,22 @@ class Windows:
         order = random.permutation(len(self.stream) // self.length - 1)
         start = offset + order[place] * self.length
         return self.stream[start : start + self.length + 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Windows of text, and from step ``chat_from`` on as many windows of chats beside them."""
+
+    text: Windows
+    chat: Windows
+    chat_from: int
+
+    def batch(self, step: int, size: int) -> Int32[np.ndarray, "size window"]:
+        """The windows of one step; a function of the step alone."""
+        if step < self.chat_from:
+            return self.text.batch(step, size)
+        chats = size // 2
+        return np.concatenate([self.chat.batch(step - self.chat_from, chats), self.text.batch(step, size)[chats:]])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from deepinfer_jax.model.attention import project_queries
 from deepinfer_jax.model.compressor import compress
 from deepinfer_jax.model.exchange import LocalExchange
 from deepinfer_jax.model.hyper_connections import Taps
-from deepinfer_jax.model.indexer import Selected, select
+from deepinfer_jax.model.indexer import project_index_queries
 from deepinfer_jax.model.layer import Layer, UnrolledLayers
 from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.rows import Rows, sequence_rows
@@ -22,8 +22,9 @@ from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.transformer import Model, Output, forward, logits
 from deepinfer_jax.numerics import F32
 from deepinfer_jax.topology import LayerPlan, topology
+from pallas_kernels import index_scores
 
-TILE_ROWS = 128
+TILE_ROWS = 64
 DENSE = LocalExchange("dense")
 
 
@@ -70,7 +71,7 @@ def _index_loss(
     owner_inputs, inputs = (
         jax.lax.stop_gradient(taps[f"layers.{layer}.attn_in"]) for layer in (plan.kv_source, plan.layer)
     )
-    source, entries, _ = compress(
+    _, entries, index_keys = compress(
         owner.attention.compressor,
         owner_inputs,
         ratio,
@@ -80,14 +81,18 @@ def _index_loss(
         config,
         F32,
     )
-    latent, queries = project_queries(reader.attention, inputs, rotation(config, True, rows.positions), config)
-    selected = Selected.empty(rows.tokens.shape[0], config)
-    kind = dataclasses.replace(plan.kind, inside_candidates=False)
-    _, found = select(reader.attention.indexer, kind, plan.group, inputs, latent, selected, rows, source, config, F32)
-    scores = found["index_score"].reshape(windows, length, -1)[:, every - 1 :: every]
-    queries = queries.reshape(windows, length, *queries.shape[1:])[:, every - 1 :: every]
-    keys = entries.reshape(windows, length, -1)[:, ratio - 1 :: ratio]
-    visible = rows.visible_entries(ratio).reshape(windows, length)[:, every - 1 :: every]
+    asking = jnp.arange(every - 1, rows.tokens.shape[0], every)
+    inputs, positions = inputs[asking], rows.positions[asking]
+    latent, queries = project_queries(reader.attention, inputs, rotation(config, True, positions), config)
+    index_queries, weights = project_index_queries(reader.attention.indexer, inputs, latent, positions, config, F32)
+
+    def by_window(values: Array) -> Array:
+        return values.reshape(windows, -1, *values.shape[1:])
+
+    completing = slice(ratio - 1, None, ratio)
+    scores = index_scores(by_window(index_queries), by_window(weights), by_window(index_keys)[:, completing])
+    queries, keys = by_window(queries), by_window(entries)[:, completing]
+    visible = by_window(rows.visible_entries(ratio)[asking])
     seen = jnp.arange(keys.shape[1])[None, None] < visible[..., None]
     dots = jnp.einsum("wthd,wed->wthe", queries, keys) * config.head_dim**-0.5
     mass = jax.nn.softmax(jnp.where(seen[:, :, None], dots, -jnp.inf), axis=-1).mean(axis=2)
