@@ -4,8 +4,10 @@ SUPPORTED := 3.13 3.12 3.11
 PYTHON ?=
 ARGUMENTS ?=
 
-DEMO_MODEL := tests/data/tiny-a/quant
-DEMO_PROMPT := The lighthouse
+# Greedy, so that everybody sees the same.
+DEMO_SETTINGS := --temperature 0 --max-tokens 48
+DEMO_PROMPT := def main(argv=None):
+DEMO_CHAT := examples/chat.json
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint mutants aot clean
@@ -87,12 +89,15 @@ help: ## list the targets
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
 	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run or to the compiles."
 
-demo: ## generate text with a tiny model
+demo: ## continue a line of code and answer a chat, with the small trained model
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
-	echo "This miniature checkpoint has random weights, so its text is noise: what you see is the whole path, from released files to text."; \
+	echo "$$ deepinfer-jax generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS)"; \
+	"$$environment/bin/deepinfer-jax" generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS) || exit 1; \
 	echo; \
-	echo "$$ deepinfer-jax generate --model $(DEMO_MODEL) --prompt '$(DEMO_PROMPT)' --max-tokens 48 --temperature 0"; \
-	"$$environment/bin/deepinfer-jax" generate --model $(DEMO_MODEL) --prompt '$(DEMO_PROMPT)' --max-tokens 48 --temperature 0
+	echo "$$ cat $(DEMO_CHAT)"; \
+	cat $(DEMO_CHAT); \
+	echo "$$ deepinfer-jax generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)"; \
+	"$$environment/bin/deepinfer-jax" generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)
 
 test: ## check the style and run the tests with the newest supported Python found
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \

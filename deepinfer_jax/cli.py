@@ -30,12 +30,14 @@ EPILOG = """
 \b
 Examples:
   deepinfer-jax inspect --preset v4.1-flash
-  deepinfer-jax inspect --model MODEL --json
-  deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --max-tokens 64
+  deepinfer-jax generate --prompt 'def main(argv=None):' --max-tokens 64
+  deepinfer-jax generate --model MODEL --messages chat.json
   deepinfer-jax logits --model MODEL --token-ids 0,17,25 --out logits.npz
   deepinfer-jax synthesize --preset mini-40 MODEL
   deepinfer-jax convert MODEL CONVERTED
   deepinfer-jax bench model --preset peer-50m --batch 8
+
+Commands that take --model use the small trained model that comes with the library where none is named.
 
 \b
 Exit codes:
@@ -62,23 +64,11 @@ def command_entries() -> dict[str, EntryPoint]:
     return built_in | {entry.name: entry for entry in entry_points(group=COMMAND_GROUP)}
 
 
-class CommandGroup(click.Group):
-    """The subcommands found by :func:`command_entries`, imported when they are used or listed."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        del ctx
-        return sorted(command_entries())
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
-        entry = command_entries().get(cmd_name)
-        if entry is None:
-            return None
-        loaded: click.Command = entry.load()
-        return loaded
+class SentenceGroup(click.Group):
+    """A command group whose refused values end it with one sentence and the exit code of the error's kind."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the subcommand; a refused value ends it with one sentence and the exit code of the error's kind."""
+        """Run the subcommand."""
         try:
             return super().invoke(ctx)
         except DeepInferError as error:
@@ -92,6 +82,22 @@ class CommandGroup(click.Group):
             return ctx.exit(1)
         except KeyboardInterrupt:
             return ctx.exit(INTERRUPTED)
+
+
+class CommandGroup(SentenceGroup):
+    """The subcommands found by :func:`command_entries`, imported when they are used or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return sorted(command_entries())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        entry = command_entries().get(cmd_name)
+        if entry is None:
+            return None
+        loaded: click.Command = entry.load()
+        return loaded
 
 
 @click.group(cls=CommandGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -97,3 +97,27 @@ def one_layer_configuration() -> dict:
         "candidate_source_layer_id": None,
     }
     return raw
+
+
+def tiny_drafting_configuration() -> dict:
+    """The tiny configuration with Engram and a draft head of two stages that drafts three tokens."""
+    raw = tiny_configuration()
+    raw["text_config"] |= {
+        "compress_ratios": [0, 2, 1, 0, 0],
+        "num_nextn_predict_layers": 2,
+        "dspark_block_size": 3,
+        "dspark_noise_token_id": 95,
+        "dspark_target_layer_ids": [1, 2],
+        "dspark_markov_rank": 32,
+        "dspark_n_routed_experts": 4,
+        "dspark_num_experts_per_tok": 2,
+        "engram_layer_ids": [1],
+        "engram_num_embeddings": [101 + 103],
+        "engram_max_ngram_size": 2,
+        "engram_vocab_size": 101,
+        "engram_n_heads": 2,
+        "engram_head_dim": 32,
+        "engram_pad_token_id": 2,
+        "engram_compressed_vocab_size": 96,
+    }
+    return raw

@@ -1,4 +1,4 @@
-"""Speed of the model itself: prefill of a batch of prompts, then decode steps, on random weights.
+"""Speed of the model itself: prefill of a batch of prompts, then decode steps.
 
 Each repeat takes fresh random prompts. While decoding, sampled tokens go straight into the next step and are read
 one step late, so that the host prepares a step while the device runs the one before it. Best and median of the repeats
@@ -69,21 +69,41 @@ class Workload:
             if getattr(self, field) < 1:
                 raise InputError(field, getattr(self, field), "1 or more")
 
+    def check(self, config: ModelConfig) -> None:
+        """Check that a model has positions enough.
+
+        Raises:
+          InputError: prompt and steps do not fit.
+        """
+        if self.prompt + self.steps > config.max_position_embeddings:
+            accepted = f"at most max_position_embeddings {config.max_position_embeddings}"
+            raise InputError("prompt + steps", self.prompt + self.steps, accepted)
+
 
 def measure_model(
-    config: ModelConfig, numerics: Numerics, work: Workload, progress: Callable[[str], None] = lambda line: None
+    config: ModelConfig,
+    numerics: Numerics,
+    work: Workload,
+    progress: Callable[[str], None] = lambda line: None,
+    params: Model | None = None,
 ) -> ModelFigures:
-    """Measure prefill and decode of a configuration on random weights.
+    """Measure prefill and decode of a model.
+
+    Args:
+      config, numerics: of the model.
+      work: what is measured.
+      progress: told what is done.
+      params: its parameters, in the form that runs fastest here; None draws random ones.
 
     Raises:
       InputError: prompt and steps do not fit the model's positions.
     """
-    if work.prompt + work.steps > config.max_position_embeddings:
-        accepted = f"at most max_position_embeddings {config.max_position_embeddings}"
-        raise InputError("prompt + steps", work.prompt + work.steps, accepted)
+    work.check(config)
     described = Model.describe(config)
-    progress(f"drawing {count(described):,} random parameters")
-    run = ModelRun(config, numerics, work, draw_weights(config, numerics, work.seed))
+    if params is None:
+        progress(f"drawing {count(described):,} random parameters")
+        params = draw_weights(config, numerics, work.seed)
+    run = ModelRun(config, numerics, work, params)
     progress("compiling")
     begin = time.perf_counter()
     run.repeat(np.random.default_rng(work.seed), steps=1)

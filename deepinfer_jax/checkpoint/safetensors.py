@@ -65,7 +65,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class TensorFiles:
-    """The tensors of a checkpoint directory; made by `open_directory`.
+    """The tensors of a checkpoint directory, or of one file; made by `open_directory` and `open_file`.
 
     The files must not be changed or truncated while views of them are in use.
     """
@@ -105,6 +105,18 @@ def open_directory(path: str | Path) -> TensorFiles:
     directory = Path(path)
     shards = _shard_of_tensor(directory)
     files = [directory / SINGLE_FILE] if shards is None else [directory / shard for shard in sorted({*shards.values()})]
+    opened = _opened(directory, files)
+    if shards is not None:
+        _check_index(directory / INDEX_FILE, shards, opened.entries)
+    return opened
+
+
+def open_file(path: str | Path) -> TensorFiles:
+    """The tensors of one file that is no checkpoint, under any name. Raises CheckpointError as `open_directory`."""
+    return _opened(Path(path).parent, [Path(path)])
+
+
+def _opened(directory: Path, files: list[Path]) -> TensorFiles:
     entries: dict[str, TensorEntry] = {}
     for file in files:
         for entry in _read_header(file):
@@ -112,8 +124,6 @@ def open_directory(path: str | Path) -> TensorFiles:
                 first = entries[entry.name].file.name
                 raise CheckpointError(entry.name, f"in {first} and in {file.name}", "every tensor once")
             entries[entry.name] = entry
-    if shards is not None:
-        _check_index(directory / INDEX_FILE, shards, entries)
     contents = {file: np.memmap(file, np.uint8, mode="r").view(np.ndarray) for file in files}
     return TensorFiles(directory, MappingProxyType(entries), MappingProxyType(contents))
 

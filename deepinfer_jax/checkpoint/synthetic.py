@@ -7,19 +7,15 @@ number of shards, nor on the other tensors.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from deepinfer_jax.checkpoint.converted import ARRAYS, MANIFEST_FILE
 from deepinfer_jax.checkpoint.digest import DIGEST_FILE, Digests, TensorDigest, WeightsId, write_digests, write_json
@@ -27,16 +23,15 @@ from deepinfer_jax.checkpoint.progress import Progress, silent
 from deepinfer_jax.checkpoint.reader import UNFINISHED
 from deepinfer_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from deepinfer_jax.checkpoint.synthetic_tokenizer import tokenizer_configuration, tokenizer_document
-from deepinfer_jax.checkpoint.writer import ShardWriter, TensorSpec, write_index
+from deepinfer_jax.checkpoint.units import Unit, shard_files, units_of, write_rows
+from deepinfer_jax.checkpoint.writer import ShardWriter, write_index
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.config_keys import normalise
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.model.engram import hash_constants
-from deepinfer_jax.model.params import SCALE_COLUMNS, Parameter, Stored, from_noise, parameters, scale_name
-from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.model.params import SCALE_COLUMNS, from_noise
 from deepinfer_jax.text.compressed_vocabulary import compressed_token_map
 from deepinfer_jax.text.tokenizer import TOKENIZER_FILE, Tokenizer
-from pallas_kernels import PackedWeight, pack_weight
 
 SHARD_BYTES = 5_000_000_000
 """Size of a shard where none is asked for."""
@@ -51,26 +46,6 @@ _QUANTISATION = {
     "scale_fmt": "ue8m0",
     "expert_dtype": "fp4",
 }
-_WEIGHT_DTYPES = {Stored.FP8_BLOCKS: "F8_E4M3", Stored.FP8_ROWS: "F8_E4M3", Stored.FP4_ROWS: "I8"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """What is drawn together: one released weight, with its scale where it has one."""
-
-    item: Parameter
-    weight: TensorSpec
-    scale: TensorSpec | None
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """The weight and, where there is one, its scale."""
-        return (self.weight,) if self.scale is None else (self.weight, self.scale)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(tensor.size for tensor in self.tensors)
 
 
 def synthesize(
@@ -105,8 +80,8 @@ def synthesize(
     config = ModelConfig.from_dict(released)
     if config.engram is not None:
         hash_constants(config.engram)
-    units = list(_units(config, quantised))
-    files = _shard_files(units, shards or -(-sum(unit.size for unit in units) // SHARD_BYTES))
+    units = list(units_of(config, quantised))
+    files = shard_files(units, shards or -(-sum(unit.size for unit in units) // SHARD_BYTES))
     _prepare(target, sum(unit.size for unit in units), overwrite)
     _write_texts(target, released, config)
     digests: dict[str, TensorDigest] = {}
@@ -120,40 +95,6 @@ def synthesize(
     write_digests(target, Digests(digests))
     write_index(target, {file: [tensor for unit in held for tensor in unit.tensors] for file, held in files.items()})
     return Digests(digests).weights_id
-
-
-def _units(config: ModelConfig, quantised: bool) -> Iterator[Unit]:
-    for item in parameters(Model.describe(config)):
-        for name in (piece for pieces in item.released for piece in pieces):
-            shape = item.piece_shape
-            if not (quantised and item.has_scale):
-                dtype = "F32" if item.stored is Stored.F32 else "BF16"
-                yield Unit(_drawn(item, shape, packed=False), TensorSpec(name, dtype, shape), None)
-                continue
-            if shape[-1] % SCALE_COLUMNS:
-                accepted = f"a multiple of {SCALE_COLUMNS} columns, to be quantised"
-                raise InputError(name, f"shape {shape}", accepted, "change the configuration, or store it in bf16")
-            weight = TensorSpec(name, _WEIGHT_DTYPES[item.stored], item.data_shape(shape))
-            scale = TensorSpec(scale_name(name), "F8_E8M0", item.scale_shape(shape))
-            yield Unit(_drawn(item, shape, packed=True), weight, scale)
-
-
-def _drawn(item: Parameter, shape: tuple[int, ...], *, packed: bool) -> Parameter:
-    """The description of one piece as it is stored, without what would tell two pieces of one form apart."""
-    stored = item.stored if packed or item.stored is Stored.F32 else Stored.BF16
-    return Parameter(shape, (), stored, (), init=item.init)
-
-
-def _shard_files(units: list[Unit], shards: int) -> dict[str, list[Unit]]:
-    """Units by file, in order, in files of about equal size; a unit that is larger than a file makes them fewer."""
-    total, before = sum(unit.size for unit in units), 0
-    held: dict[int, list[Unit]] = {}
-    for unit in units:
-        held.setdefault(before * shards // total, []).append(unit)
-        before += unit.size
-    return {
-        f"model-{number:05d}-of-{len(held):05d}.safetensors": inside for number, inside in enumerate(held.values(), 1)
-    }
 
 
 def _prepare(target: Path, size: int, overwrite: bool) -> None:
@@ -195,20 +136,7 @@ def _write_unit(shard: ShardWriter, unit: Unit, seed: int) -> None:
         drawn = noise.standard_normal((min(step, rows - start), *columns), np.float32)
         # Not inside the compiled function: there a product and a sum may become one operation, on some machines.
         values = from_noise(unit.item, jnp.asarray(drawn))
-        stored = jax.device_get(_stored(values, item=unit.item))
-        if isinstance(stored, PackedWeight):
-            assert unit.scale is not None
-            shard.write(unit.weight.name, stored.data)
-            shard.write(unit.scale.name, stored.scale)
-        else:
-            shard.write(unit.weight.name, stored)
-
-
-@functools.partial(jax.jit, static_argnames="item")
-def _stored(values: Float[Array, "*shape"], *, item: Parameter) -> Array | PackedWeight:
-    if item.has_scale:
-        return pack_weight(values, fp4=item.stored is Stored.FP4_ROWS, scale_rows=item.scale_rows)
-    return values if item.stored is Stored.F32 else values.astype(jnp.bfloat16)
+        write_rows(shard, unit, values)
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:

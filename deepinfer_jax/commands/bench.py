@@ -20,16 +20,19 @@ from deepinfer_jax.bench.model import Workload, measure_model
 from deepinfer_jax.bench.peers import PEERS, Place, check_installed
 from deepinfer_jax.bench.process import EngineError
 from deepinfer_jax.bench.side_by_side import Plan, compare
+from deepinfer_jax.checkpoint.default_model import default_model
 from deepinfer_jax.commands.bench_text import agreement_text, comparison_text, figures_text
 from deepinfer_jax.commands.console import Console
-from deepinfer_jax.commands.options import quiet_option
+from deepinfer_jax.commands.options import model_option, quiet_option
 from deepinfer_jax.commands.settings import outer_environment, process_settings
 from deepinfer_jax.config import PRESETS, ModelConfig
+from deepinfer_jax.model.params import backend_form
 from deepinfer_jax.numerics import NUMERICS_NAMES, Numerics
 
 EPILOG = """
 \b
 Examples:
+  deepinfer-jax bench model --prompt 128
   deepinfer-jax bench model --preset peer-50m --batch 8
   deepinfer-jax bench model --config config.json --dtype bf16 --prompt 128 --json
   deepinfer-jax bench peers --work-directory ~/peers --only torch --repeats 3
@@ -82,13 +85,14 @@ def command() -> None:
 
 
 @command.command(name="model", epilog=EPILOG)
-@click.option("--preset", type=click.Choice(PRESETS), help="A built-in configuration.")
+@model_option
+@click.option("--preset", type=click.Choice(PRESETS), help="A built-in configuration instead, with random weights.")
 @click.option(
     "--config",
     "config_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A config.json instead of a preset.",
+    help="A config.json instead, with random weights.",
 )
 @click.option("--dtype", type=click.Choice(NUMERICS_NAMES), default="f32", show_default=True, help="Numerics.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Requests side by side.")
@@ -98,6 +102,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @quiet_option
 def model_command(
+    directory: Path | None,
     preset: str | None,
     config_file: Path | None,
     dtype: str,
@@ -108,17 +113,27 @@ def model_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prefill a batch of random prompts and decode, on random weights. Best of the repeats; medians beside."""
-    if preset is not None and config_file is None:
+    """Prefill a batch of random prompts and decode. Best of the repeats; medians beside.
+
+    The weights are those of a checkpoint, or random ones of a configuration: give at most one of --model, --preset and
+    --config.
+    """
+    if sum(source is not None for source in (directory, preset, config_file)) > 1:
+        raise click.UsageError("give at most one of --model, --preset and --config")
+    console, numerics = Console(quiet), Numerics.preset(dtype)
+    work = Workload(batch=batch, prompt=prompt, steps=steps, repeats=repeats)
+    params = None
+    if preset is not None:
         config = ModelConfig.preset(preset)
-    elif config_file is not None and preset is None:
+    elif config_file is not None:
         config = ModelConfig.from_file(config_file)
     else:
-        raise click.UsageError("give exactly one of --preset and --config")
-    console = Console(quiet)
-    work = Workload(batch=batch, prompt=prompt, steps=steps, repeats=repeats)
+        place = default_model() if directory is None else directory
+        config = ModelConfig.from_directory(place)
+        work.check(config)
+        params = console.load_model(place, config, numerics, form=backend_form)
     with _fresh_compilation():
-        figures = measure_model(config, Numerics.preset(dtype), work, console.note)
+        figures = measure_model(config, numerics, work, console.note, params)
     if as_json:
         console.text(json.dumps(dataclasses.asdict(figures)) + "\n")
     else:

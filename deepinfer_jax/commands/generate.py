@@ -11,6 +11,7 @@ from typing import TextIO
 
 import click
 
+from deepinfer_jax.checkpoint.default_model import DEFAULT_MODEL_NAME, default_model
 from deepinfer_jax.commands.answer import Answer
 from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import model_option, numerics_option, parse_token_ids, quiet_option
@@ -33,7 +34,8 @@ _DRAWN_SEED_BITS = 32
 EPILOG = """
 \b
 Examples:
-  deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --max-tokens 64
+  deepinfer-jax generate --prompt 'def main(argv=None):' --max-tokens 64
+  deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --temperature 0
   deepinfer-jax generate --model MODEL --messages chat.json --thinking > answer.txt
   echo '[{"role": "user", "content": "Hello"}]' | deepinfer-jax generate --model MODEL --messages -
   deepinfer-jax generate --model MODEL --token-ids 0,17,25 --temperature 0 --print-ids
@@ -75,7 +77,7 @@ Examples:
 @click.option("--print-ids", is_flag=True, help="Print token ids, separated by spaces, instead of text.")
 @quiet_option
 def command(
-    directory: Path,
+    directory: Path | None,
     prompt: str | None,
     messages: TextIO | None,
     token_ids: tuple[int, ...] | None,
@@ -92,7 +94,8 @@ def command(
 
     Give the prompt by exactly one of --prompt, --messages and --token-ids. The answer ends at the model's end token or
     after --max-tokens. Standard output holds the answer alone; progress, reasoning and a summary with the seed go to
-    standard error. Ctrl-C ends the answer where it is.
+    standard error. Ctrl-C ends the answer where it is. The model that comes with the library knows the sources of
+    Python's standard library, and short chats about its functions.
     """
     if sum(source is not None for source in (prompt, messages, token_ids)) != 1:
         raise click.UsageError("give the prompt by exactly one of --prompt, --messages and --token-ids")
@@ -100,23 +103,26 @@ def command(
         raise click.UsageError("--thinking goes with --messages")
     if no_bos and prompt is None:
         raise click.UsageError("--no-bos goes with --prompt")
-    config = ModelConfig.from_directory(directory)
+    place = default_model() if directory is None else directory
+    config = ModelConfig.from_directory(place)
     if prompt is not None:
-        ready = text_prompt(directory, config, prompt, bos=not no_bos, print_ids=print_ids)
+        ready = text_prompt(place, config, prompt, bos=not no_bos, print_ids=print_ids)
     elif messages is not None:
-        ready = chat_prompt(directory, config, messages, thinking=thinking, print_ids=print_ids)
+        ready = chat_prompt(place, config, messages, thinking=thinking, print_ids=print_ids)
     else:
         assert token_ids is not None
-        ready = id_prompt(directory, config, token_ids, print_ids=print_ids)
+        ready = id_prompt(place, config, token_ids, print_ids=print_ids)
     sampling = _sampling(ready, max_tokens, temperature, seed)
     check_prompt(ready.token_ids, config, sampling.max_tokens)
     console = Console(quiet)
     chosen = Numerics.preset(numerics)
-    params = console.load_model(directory, config, chosen, form=backend_form)
+    params = console.load_model(place, config, chosen, form=backend_form)
     console.note("compiling for this length", terminal_only=True)
     report = Report(time.perf_counter())
     tokens = generate(params, config, chosen, ready.token_ids, sampling)
     settings = f"temperature {sampling.temperature:g}, seed {sampling.seed}, numerics {numerics}"
+    if directory is None:
+        settings += f", model {DEFAULT_MODEL_NAME}"
     try:
         _print_answer(tokens, ready.answer, sampling.max_tokens, console, report)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from deepinfer_jax.checkpoint.default_model import default_model
 from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import model_option, numerics_option, parse_token_ids, quiet_option
 from deepinfer_jax.config import ModelConfig
@@ -35,7 +36,7 @@ TILE_ROWS = 128
 EPILOG = """
 \b
 Examples:
-  deepinfer-jax logits --model MODEL --token-ids 0,17,25 --out logits.npz
+  deepinfer-jax logits --token-ids 0,17,25 --out logits.npz
   deepinfer-jax logits --model MODEL --token-ids-file ids.json --out run.npz --taps --numerics f32q
 
 \b
@@ -64,7 +65,7 @@ Reading the file:
 @click.option("--taps", "with_taps", is_flag=True, help="Write the intermediates of every layer too.")
 @quiet_option
 def command(
-    directory: Path,
+    directory: Path | None,
     token_ids: tuple[int, ...] | None,
     token_ids_file: TextIO | None,
     out: Path,
@@ -82,11 +83,12 @@ def command(
     """
     console = Console(quiet)
     tokens = _token_ids(token_ids, token_ids_file)
-    config = ModelConfig.from_directory(directory)
+    place = default_model() if directory is None else directory
+    config = ModelConfig.from_directory(place)
     check_prompt(tokens, config)
     chosen = Numerics.preset(numerics)
     with _replacing(out) as stream:
-        params = console.load_model(directory, config, chosen)
+        params = console.load_model(place, config, chosen)
         console.note("compiling and running", terminal_only=True)
         arrays = sequence_logits(params, tokens, config, chosen, with_taps=with_taps)
         _save(stream, arrays, out)

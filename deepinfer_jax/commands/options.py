@@ -30,10 +30,10 @@ def parse_token_ids(ctx: click.Context, param: click.Parameter, value: str | Non
 model_option = click.option(
     "--model",
     "directory",
-    required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Checkpoint directory with config.json and tokenizer.json: of the released layout, or converted.",
+    help="Checkpoint directory with config.json and tokenizer.json: of the released layout, or converted.  "
+    "[default: the small trained model that comes with the library]",
 )
 
 numerics_option = click.option(

@@ -2,33 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 
 import click
+import jax
 
-from examples.train_tiny.backbone import Schedule, train_backbone
+from deepinfer_jax.model.transformer import Model
+from examples.train_tiny.backbone import backbone_description, train_backbone
 from examples.train_tiny.batches import Curriculum, Windows
-from examples.train_tiny.preparation import Prepared, prepare
+from examples.train_tiny.curves import draw_curves, read_curve
+from examples.train_tiny.draft_report import Survey
+from examples.train_tiny.drafting import train_draft_head
+from examples.train_tiny.figures import FIGURES_FILE, LENGTH, measure
+from examples.train_tiny.optimisation import CURVE_FILE, Schedule
+from examples.train_tiny.preparation import Prepared, prepare, write_json
+from examples.train_tiny.publish import publish
+from examples.train_tiny.storage import as_stored
 
-LENGTH = 1024
+CALIBRATION_FILE = "draft_calibration.json"
+SURVEY = Survey()
 
 
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--steps", default=2600, show_default=True, help="Optimiser steps of the backbone.")
-@click.option("--seed", default=0, show_default=True)
-def main(directory: Path, steps: int, seed: int) -> None:
-    """Train the small model in DIRECTORY."""
+@click.option("--steps", type=click.IntRange(min=10), default=2600, show_default=True, help="Backbone steps.")
+@click.option("--draft-steps", type=click.IntRange(min=10), default=900, show_default=True, help="Draft head steps.")
+@click.option("--batch", type=click.IntRange(min=2), default=2, show_default=True, help="Windows of 1,024 a step.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -> None:
+    """Train the small model in DIRECTORY: text, backbone, draft head, checkpoint, figures.
+
+    What is finished is not done again: the same command goes on where a run was stopped, at most 100 steps before.
+    """
+    say(f"text and tokenizer in {directory}")
     prepared = prepare(directory, seed)
-    click.echo(f"corpus {prepared.digest[:12]}: {sum(map(len, prepared.training)):,} tokens", err=True)
-    schedule = Schedule(steps=steps, batch=2, decay=steps * 3 // 10, stored_steps=steps // 10, seed=seed)
-    train_backbone(
+    say(f"corpus {prepared.digest[:12]}: {sum(map(len, prepared.training)):,} tokens to train on")
+    backbone = trained_backbone(prepared, directory, steps, batch, seed)
+    head = train_draft_head(
+        backbone,
+        prepared.config,
+        curriculum(prepared, draft_steps // 2, seed + 1),
+        schedule(draft_steps, batch, seed + 1),
+        directory / "draft",
+        Reporter("draft head", draft_steps),
+    )
+    params = dataclasses.replace(backbone, draft=head)
+    model = directory / "model"
+    say(f"weights {publish(directory, params, prepared.config, model).value}")
+    figures = measure(prepared, model, SURVEY)
+    write_json(directory / FIGURES_FILE, figures)
+    write_json(model / CALIBRATION_FILE, {"temperatures": figures["drafts"]["confidence_temperatures"]})
+    draw_curves(
+        [read_curve(directory / stage / CURVE_FILE) for stage in ("backbone", "draft")],
+        figures["kneser_ney"],
+        directory / "curves.png",
+    )
+
+
+def trained_backbone(prepared: Prepared, directory: Path, steps: int, batch: int, seed: int) -> Model:
+    """The backbone at its stored precision, with its token map."""
+    params = train_backbone(
         prepared.config,
         prepared.token_map,
         curriculum(prepared, steps * 8 // 10, seed),
-        schedule,
+        schedule(steps, batch, seed),
         directory / "backbone",
-        lambda line: click.echo(line, err=True),
+        Reporter("backbone", steps),
+    )
+    stored = as_stored(backbone_description(prepared.config), params)
+    return dataclasses.replace(stored, token_map=prepared.token_map)
+
+
+def schedule(steps: int, batch: int, seed: int) -> Schedule:
+    """The last three tenths of the steps fall to a small rate, the last tenth runs at stored precision."""
+    return Schedule(
+        steps=steps,
+        batch=batch,
+        decay=steps * 3 // 10,
+        stored_steps=steps // 10,
+        warm_up=min(100, steps // 5),
+        save_every=min(100, steps // 4),
+        seed=seed,
     )
 
 
@@ -38,5 +94,28 @@ def curriculum(prepared: Prepared, chat_from: int, seed: int) -> Curriculum:
     return Curriculum(text, chat, chat_from)
 
 
+class Reporter:
+    """Says how a stage goes, every twenty steps: losses of the step, speed, time left."""
+
+    def __init__(self, stage: str, steps: int) -> None:
+        self._stage, self._steps = stage, steps
+        self._begin, self._first = time.monotonic(), 0
+
+    def __call__(self, line: dict[str, float]) -> None:
+        step = int(line["step"])
+        self._first = self._first or step
+        if step % 20 == 0 or step == self._steps:
+            seconds = (time.monotonic() - self._begin) / (step - self._first + 1)
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in line.items() if name != "step")
+            left = seconds * (self._steps - step) / 60
+            say(f"{self._stage} {step}/{self._steps}: {figures}; {seconds:.2f} s a step, {left:.0f} min left")
+
+
+def say(text: str) -> None:
+    """A line of progress on standard error."""
+    click.echo(text, err=True)
+
+
 if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
     main()

@@ -27,7 +27,7 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer, config
 class Batches(Protocol):
     """What training draws from."""
 
-    def batch(self, step: int, size: int) -> Int32[np.ndarray, "size window"]:
+    def batch(self, step: int, size: int) -> Int32[np.ndarray, "windows window"]:
         """The windows of one step; a function of the step alone."""
 
 

@@ -20,7 +20,7 @@ from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.rows import Rows, sequence_rows
 from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.transformer import Model, Output, forward, logits
-from deepinfer_jax.numerics import F32
+from deepinfer_jax.numerics import F32, Numerics
 from deepinfer_jax.topology import LayerPlan, topology
 from pallas_kernels import index_scores
 
@@ -28,10 +28,12 @@ TILE_ROWS = 64
 DENSE = LocalExchange("dense")
 
 
-def run_windows(params: Model, inputs: Int[Array, "windows length"], config: ModelConfig) -> tuple[Output, Rows]:
+def run_windows(
+    params: Model, inputs: Int[Array, "windows length"], config: ModelConfig, numerics: Numerics = F32
+) -> tuple[Output, Rows]:
     """One stateless, differentiable pass; ``inputs`` is a multiple of the tile long."""
     rows = sequence_rows(inputs, min(TILE_ROWS, inputs.shape[1]))
-    return forward(params, rows, _empty_source(rows, inputs.shape[1], config), config, F32, DENSE), rows
+    return forward(params, rows, empty_source(rows, inputs.shape[1], config, numerics), config, numerics, DENSE), rows
 
 
 def next_token_losses(
@@ -77,7 +79,7 @@ def _index_loss(
         ratio,
         plan.group,
         rows,
-        _empty_source(rows, length, config),
+        empty_source(rows, length, config),
         config,
         F32,
     )
@@ -113,7 +115,6 @@ def _only_index_weights(layer: Layer) -> Layer:
     return dataclasses.replace(frozen, attention=attention)
 
 
-def _empty_source(rows: Rows, length: int, config: ModelConfig) -> SequenceSource:
-    return SequenceSource.empty(
-        rows.tokens.shape[0], length, config.head_dim, config.index_head_dim, jnp.dtype(jnp.float32)
-    )
+def empty_source(rows: Rows, length: int, config: ModelConfig, numerics: Numerics = F32) -> SequenceSource:
+    """The source of whole windows of ``length`` tokens, before the first layer."""
+    return SequenceSource.empty(rows.tokens.shape[0], length, config.head_dim, config.index_head_dim, numerics.dtype)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from deepinfer_jax.checkpoint.safetensors import INDEX_FILE, NUMPY_DTYPES, SINGLE_FILE, TensorEntry, open_directory
+from deepinfer_jax.checkpoint.safetensors import (
+    INDEX_FILE,
+    NUMPY_DTYPES,
+    SINGLE_FILE,
+    TensorEntry,
+    open_directory,
+    open_file,
+)
 from deepinfer_jax.errors import CheckpointError
 from tests.golden import tensors
 
@@ -110,6 +117,17 @@ def test_the_model_prefix_is_dropped(tmp_path):
     files = open_directory(tmp_path)
     assert set(files.entries) == {"layers.0.norm", "head.model.weight"}
     np.testing.assert_array_equal(files.raw("layers.0.norm"), [1.0, 1.0])
+
+
+def test_one_file_is_read_whatever_lies_beside_it(sharded):
+    file = sorted(sharded.glob("*.safetensors"))[0]
+    whole, alone = open_directory(sharded), open_file(file)
+    assert set(alone.entries) == {name for name, entry in whole.entries.items() if entry.file == file}
+    for name in alone.entries:
+        np.testing.assert_array_equal(alone.raw(name), whole.raw(name))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="the file is cut short"):
+        open_file(file)
 
 
 def test_scalars_empty_tensors_and_odd_offsets(tmp_path):

@@ -70,6 +70,14 @@ def start() -> Callable[..., subprocess.Popen]:
     return popen
 
 
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The golden checkpoint in place of the model that comes with the library."""
+    directory = DATA / "tiny-a" / "quant"
+    monkeypatch.setattr("deepinfer_jax.checkpoint.default_model.FOLDER", str(directory))
+    return directory
+
+
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden checkpoint with the chat format's control tokens in place of its last four text tokens.

@@ -14,6 +14,7 @@ from deepinfer_jax.bench.comparison import Comparison, Failure, Fraction, Ratio,
 from deepinfer_jax.bench.machine import MachineRates
 from deepinfer_jax.bench.side_by_side import Plan
 from deepinfer_jax.commands import bench, settings
+from pallas_kernels import TransposedWeight
 from tests.engines import one_layer_configuration
 
 COMPARISON = Comparison(
@@ -89,11 +90,31 @@ def test_a_model_is_measured(run, config_file):
     ]
 
 
+def test_a_checkpoint_is_measured_with_its_own_weights_and_the_shipped_one_by_default(run, monkeypatch, shipped):
+    measured = []
+
+    def record(config, numerics, work, progress, params):
+        measured.append((config.vocab_size, numerics.name, work.prompt, params))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure_model", record)
+    workload = ("--prompt", 130, "--steps", 3)
+    for named in ([], ["--model", shipped]):
+        assert run("bench", "model", *named, *workload).exit_code == 130
+    (first, second) = measured
+    assert first == second == (512, "f32", 130, first[-1])
+    assert isinstance(first[-1].head, TransposedWeight)
+    monkeypatch.setattr("deepinfer_jax.commands.console.Console.load_model", None)
+    result = run("bench", "model", "--prompt", 1000)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "input 'prompt + steps' is 1064; accepted: at most max_position_embeddings 1024" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "sentence"),
     [
-        (["model"], 2, "give exactly one of --preset and --config"),
-        (["model", "--preset", "peer-50m", "--config", "CONFIG"], 2, "give exactly one of --preset and --config"),
+        (["model", "--preset", "peer-50m", "--config", "CONFIG"], 2, "give at most one of --model, --preset and"),
+        (["model", "--model", ".", "--preset", "peer-50m"], 2, "give at most one of --model, --preset and --config"),
         (["model", "--config", "CONFIG", "--prompt", 250], 2, "input 'prompt + steps' is 314; accepted: at most"),
         (["model", "--config", "BROKEN"], 3, "configuration key 'config.json' is"),
         (["model", "--preset", "peer-50m", "--dtype", "f64"], 2, "'f64' is not one of"),

@@ -53,6 +53,24 @@ def test_text_is_the_decoded_chain_and_the_summary_is_one_line(run):
     assert summary.endswith(" tokens/s; temperature 0, seed 7, numerics f32")
 
 
+def test_without_a_model_the_shipped_one_runs_and_the_summary_names_it(run, shipped):
+    arguments = ("--token-ids", ids(PROMPTS["p2"]), "--max-tokens", 32, "--temperature", 0, "--seed", 7)
+    named = run("generate", "--model", shipped, *arguments, "--print-ids")
+    result = run("generate", *arguments, "--print-ids")
+    assert (result.exit_code, result.stdout) == (0, named.stdout)
+    assert [int(number) for number in result.stdout.split()] == CHAINS["p2"]
+    assert result.stderr.endswith("; temperature 0, seed 7, numerics f32, model deepinfer_jax/default_model\n")
+    assert "default_model" not in named.stderr
+
+
+def test_an_installation_without_the_shipped_model_says_what_to_do(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("deepinfer_jax.checkpoint.default_model.FOLDER", str(tmp_path / "absent"))
+    result = run("generate", "--token-ids", "1")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("Error: checkpoint entry 'deepinfer_jax/default_model' is 'not in ")
+    assert result.stderr.endswith("(install the package with its data files, or name a checkpoint by --model)\n")
+
+
 def test_quiet_leaves_standard_error_empty(run):
     arguments = ("--token-ids", ids(PROMPTS["p2"]), "--max-tokens", 4, "--temperature", 0, "--quiet")
     result = run("generate", "--model", MODEL, *arguments)

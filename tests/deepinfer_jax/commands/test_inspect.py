@@ -83,6 +83,11 @@ def test_a_checkpoint_is_covered_and_counted(checkpoint, described):
     )
 
 
+def test_without_a_model_the_shipped_one_is_described(described, run, shipped):
+    assert described() == described("--model", shipped)
+    assert run("inspect").stdout.splitlines()[0] == f"{shipped}"
+
+
 def test_both_forms_of_a_checkpoint_hold_the_same_parameters(described):
     quantised, plain = (described("--model", TINY / checkpoint) for checkpoint in ("quant", "bf16"))
     assert quantised["parameters"] == plain["parameters"]
@@ -178,9 +183,8 @@ def test_extra_tensors_end_with_an_exit_code(writable, run):
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "sentence"),
     [
-        (["--preset", "mini-40", "--digest"], 2, "--digest goes with --model"),
-        ([], 2, "give exactly one of --model and --preset"),
-        (["--model", TINY / "quant", "--preset", "mini-40"], 2, "give exactly one of --model and --preset"),
+        (["--preset", "mini-40", "--digest"], 2, "--digest reads a checkpoint, and a preset is none"),
+        (["--model", TINY / "quant", "--preset", "mini-40"], 2, "give at most one of --model and --preset"),
         (["--model", TINY / "absent"], 2, "does not exist"),
         (["--model", TINY], 3, "accepted: a checkpoint directory that holds a config.json"),
         (["--model", TINY / "quant" / "inference"], 4, "accepted: a directory with model.safetensors"),

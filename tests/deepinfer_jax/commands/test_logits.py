@@ -83,6 +83,13 @@ def test_logits_of_short_sequences_equal_the_golden_ones(prompt, run, tmp_path):
     assert np.abs(tensors(out)["logits"] - want).max() <= LOGIT_TOLERANCE
 
 
+@pytest.mark.usefixtures("shipped")
+def test_without_a_model_the_shipped_one_is_run(run, tmp_path):
+    out = tmp_path / "logits.npz"
+    assert run("logits", "--token-ids", ids("p2"), "--out", out, "--taps").exit_code == 0
+    assert np.abs(tensors(out)["logits"] - tensors("tiny-a/logits_f32.safetensors")["p2"]).max() <= LOGIT_TOLERANCE
+
+
 @pytest.mark.parametrize("checkpoint", ["quant", "bf16"])
 def test_logits_of_a_sequence_of_several_tiles_equal_the_golden_ones(checkpoint, run, tmp_path):
     out, file = tmp_path / "logits.npz", tmp_path / "ids.json"

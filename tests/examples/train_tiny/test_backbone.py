@@ -12,14 +12,15 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.backbone import CURVE_FILE, Schedule, _balanced, train_backbone
+from examples.train_tiny.backbone import _balanced, train_backbone
 from examples.train_tiny.batches import Windows
 from examples.train_tiny.losses import index_losses, next_token_losses, run_windows
+from examples.train_tiny.optimisation import CURVE_FILE, Schedule
 from tests.engines import tiny_configuration
 
 CONFIG = ModelConfig.from_dict(tiny_configuration())
 LENGTH = 48
-SCHEDULE = Schedule(steps=6, batch=2, length=LENGTH, stored_steps=2, warm_up=2, save_every=2)
+SCHEDULE = Schedule(steps=6, batch=2, decay=2, stored_steps=2, warm_up=2, save_every=2)
 
 
 class KilledError(Exception):
