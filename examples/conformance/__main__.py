@@ -46,9 +46,10 @@ def run(model: Path | None, kit: Path, out: Path) -> None:
 @click.option("--kit", type=directory, default=KIT, metavar="DIR", help="Kit.  [default: the one that is shipped]")
 @click.pass_context
 def check(ctx: click.Context, results: Path, kit: Path) -> None:
-    """Compare results with a kit; ends with exit code 1 where one is beyond its tolerance, damaged, or all is missing.
+    """Compare results with a kit, array by array.
 
-    Results lie in files of the kit's names and form. What is missing is listed and is no failure.
+    Results lie in files of the kit's names and form. What is missing is listed and is no failure. Ends with exit code 1
+    where something is damaged or beyond its tolerance, or where nothing could be compared.
     """
     outcomes = compare(Kit.read(kit), Results.read(results))
     click.echo(report(outcomes), nl=False)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from examples.conformance.kit import CHAINS_FILE, INPUTS, Chain, Kit, Results, place, taps_file
+from examples.conformance.kit import CHAINS_FILE, INPUTS, Chain, Kit, Results, order_of, taps_file
 from examples.conformance.selections import SCORES_OF, Arrays, pick_offsets
 
 # A selection gap from which on every implementation chooses the same in float32.
@@ -109,7 +109,7 @@ def _compare_prompt(numerics: str, want: Arrays, got: Arrays, label: str) -> Ite
     """
     tolerances = TOLERANCES[numerics]
     kept = np.ones(len(want.get("positions", ())), bool)
-    for name in sorted(want, key=place):
+    for name in sorted(want, key=order_of):
         expected, kind = want[name], name.rpartition(".")[2]
         if kind in INPUTS:
             continue

@@ -41,12 +41,13 @@ LAYER_ARRAYS = (
 _DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.int32): "I32"}
 
 
-def place(name: str) -> tuple[int, int]:
+def order_of(name: str) -> tuple[int, int]:
     """Sorts the arrays of one prompt in the order in which they are computed: positions, layer by layer, logits."""
-    layer, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*)", name, re.DOTALL).groups()
-    if layer is None:
-        return (-1 if kind == "positions" else sys.maxsize, 0)
-    return int(layer), LAYER_ARRAYS.index(kind) if kind in LAYER_ARRAYS else len(LAYER_ARRAYS)
+    match = re.fullmatch(r"layers\.(\d+)\.(.*)", name, re.DOTALL)
+    if match is None:
+        return -1 if name == "positions" else sys.maxsize, 0
+    kind = match[2]
+    return int(match[1]), LAYER_ARRAYS.index(kind) if kind in LAYER_ARRAYS else len(LAYER_ARRAYS)
 
 
 def taps_file(numerics: str) -> str:
@@ -97,6 +98,10 @@ class Kit:
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(str(directory), repr(error), f"{PROMPTS_FILE} and {CHAINS_FILE} of a kit") from error
+        for name, chain in found.items():
+            if name not in prompts or len(chain.tokens) != len(chain.margins):
+                accepted = f"a chain with a margin for every token, of a prompt in {PROMPTS_FILE}"
+                raise CheckpointError(f"{name} in {directory / CHAINS_FILE}", chains[name], accepted)
         present = [numerics for numerics in NUMERICS if (directory / taps_file(numerics)).exists()]
         taps = {numerics: read_arrays(directory / taps_file(numerics)) for numerics in present}
         return cls(document.get("weights_id"), prompts, found, taps)

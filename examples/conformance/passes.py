@@ -89,8 +89,8 @@ class TracedModel:
             found |= {prefix + name: value for name, value in layer.items()}
         return found | {"logits": taps["logits"]}
 
-    def _padded(self, leaf: np.ndarray) -> np.ndarray:
-        return np.pad(leaf, [(0, 0), (0, self.rows - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
+    def _padded(self, leaf: Array) -> Array:
+        return jnp.pad(leaf, [(0, 0), (0, self.rows - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"))

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from deepinfer_jax.checkpoint.digest import weights_id
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import InputError
+from deepinfer_jax.errors import CheckpointError, InputError
 from deepinfer_jax.generation import Sampling, generate
 from examples.conformance.comparison import CLEAR_GAP, DECISIVE_MARGIN_UNCLEAR
 from examples.conformance.kit import CHAIN_TOKENS, Chain, Kit, taps_file, write_arrays, write_chains
@@ -62,16 +63,16 @@ def record_kit(directory: Path, progress: Progress) -> Kit:
         inputs = _recorded_inputs(taps, config)
         rounded[name] = inputs | _rows(model.kit_arrays(taps), exact[name]["positions"])
     identity = weights_id(directory)
-    taps = {"f32": _named(exact), "released": _named(rounded)}
-    return Kit(identity.value if identity.verified else None, prompts, chains, taps)
+    recorded = {"f32": _named(exact), "released": _named(rounded)}
+    return Kit(identity.value if identity.verified else None, prompts, chains, recorded)
 
 
 def run_kit(kit: Kit, directory: Path, target: Path, progress: Progress) -> None:
     """Write to ``target`` what a checkpoint makes of a kit, its own or another engine's.
 
     Raises:
-      ConfigError, CheckpointError: the checkpoint cannot be read.
-      InputError: the kit was recorded with other weights.
+      ConfigError, CheckpointError: the checkpoint cannot be read, or an array of the kit has another shape.
+      InputError: the kit was recorded with other weights, or has a prompt that the model cannot run.
     """
     identity = weights_id(directory)
     if kit.weights_id is not None and identity.verified and identity.value != kit.weights_id:
@@ -92,9 +93,9 @@ def run_kit(kit: Kit, directory: Path, target: Path, progress: Progress) -> None
         found = {}
         for name in traced:
             progress(f"tracing {name} in {numerics}")
-            inputs = _given_inputs(name, arrays, model.config)
+            inputs = _given_inputs(name, arrays, model.config, len(kit.prompts[name]))
             computed = model.arrays(kit.prompts[name], inputs)
-            found[name] = _rows(computed, np.asarray(arrays[f"{name}.positions"]))
+            found[name] = _rows(computed, _given_positions(name, arrays, len(kit.prompts[name])))
         write_arrays(target / taps_file(numerics), _named(found))
 
 
@@ -144,7 +145,7 @@ def _positions(arrays: Arrays, config: ModelConfig) -> Int[np.ndarray, " rows"]:
     group = math.lcm(*(ratio for ratio in config.compress_ratios if ratio))
     ends = np.arange(group - 1, clear, group)
     spread, last = np.split(ends, [max(0, len(ends) - RECORDED_ROWS // 2)])
-    places = np.unique(np.linspace(0, len(spread) - 1, RECORDED_ROWS // 2).round().astype(int)) if len(spread) else []
+    places = np.linspace(0, len(spread) - 1, min(len(spread), RECORDED_ROWS // 2)).round().astype(int)
     return np.concatenate([spread[places], last]).astype(np.int32)
 
 
@@ -161,13 +162,27 @@ def _recorded_inputs(taps: Arrays, config: ModelConfig) -> Arrays:
     }
 
 
-def _given_inputs(prompt: str, arrays: Arrays, config: ModelConfig) -> LayerInputs | None:
+def _given_positions(prompt: str, arrays: Arrays, tokens: int) -> Int[np.ndarray, " rows"]:
+    positions = np.asarray(arrays[f"{prompt}.positions"])
+    if positions.ndim != 1 or not ((positions >= 0) & (positions < tokens)).all():
+        raise CheckpointError(f"{prompt}.positions", positions.tolist(), f"positions below {tokens}")
+    return positions
+
+
+def _given_inputs(prompt: str, arrays: Arrays, config: ModelConfig, tokens: int) -> LayerInputs | None:
     """The recorded inputs of a prompt's layers, None where the kit has none for it."""
-    names = [f"{prompt}.layers.{layer}" for layer in range(1, config.num_hidden_layers)]
-    if not names or f"{names[0]}.streams_in" not in arrays:
+    shapes = {"streams_in": (tokens, config.hc_mult, config.hidden_size), "pre_in": (tokens, config.hc_mult)}
+    layers = range(1, config.num_hidden_layers)
+    names = {part: [f"{prompt}.layers.{layer}.{part}" for layer in layers] for part in shapes}
+    if not any(name in arrays for part in shapes for name in names[part]):
         return None
-    streams, pre = ([arrays[f"{name}.{part}"] for name in names] for part in ("streams_in", "pre_in"))
-    return LayerInputs(np.stack(streams), np.stack(pre))
+    for part, shape in shapes.items():
+        for name in names[part]:
+            if name not in arrays or arrays[name].shape != shape:
+                found = list(arrays[name].shape) if name in arrays else "missing"
+                raise CheckpointError(name, found, f"an array {list(shape)}, since the kit has inputs of {prompt}")
+    streams, pre = (jnp.asarray(np.stack([arrays[name] for name in names[part]])) for part in shapes)
+    return LayerInputs(streams, pre)
 
 
 def _named(prompts: dict[str, Arrays]) -> Arrays:

@@ -141,3 +141,28 @@ def test_description(short):
         f"layers.7.hc_{short}_scale": ((3,), Stored.F32),
         f"layers.7.{short}_norm.weight": ((5120,), Stored.BF16),
     }
+
+
+def test_gradients_are_those_of_the_written_out_sums():
+    """Collapse and expand have gradients of their own, checked against automatic ones of the same formulas."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    streams = jax.random.normal(keys[0], (5, 3, 8))
+    output, pre, post = (
+        jax.random.normal(key, shape) for key, shape in zip(keys[1:4], ((5, 8), (5, 3), (5, 3)), strict=True)
+    )
+    comb = jax.random.normal(keys[4], (5, 3, 3))
+    weights = jax.random.normal(keys[5], (5, 3, 8))
+
+    def own(streams, output, pre, post, comb):
+        spread = expand(output, streams, Mix(pre, post, comb))
+        return (collapse(spread, pre) * output).sum() + (spread * weights).sum()
+
+    def plain(streams, output, pre, post, comb):
+        spread = post[:, :, None] * output[:, None] + jnp.einsum("rsd,rsh->rdh", comb, streams)
+        return (jnp.einsum("rsh,rs->rh", spread, pre) * output).sum() + (spread * weights).sum()
+
+    arguments = streams, output, pre, post, comb
+    for found, expected in zip(
+        jax.grad(own, argnums=range(5))(*arguments), jax.grad(plain, argnums=range(5))(*arguments), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -259,6 +259,33 @@ def test_a_damaged_kit_is_an_error_that_names_the_file(kit, computed, tmp_path):
     )
     (other / "prompts.json").write_text("{}")
     assert "prompts.json and chains.json of a kit" in command("check", computed, "--kit", other).stderr
+    (other / "prompts.json").write_text('{"prompts": {}}')
+    assert f"'single in {other / 'chains.json'}' is " in command("check", computed, "--kit", other).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "sentence"),
+    [
+        (
+            "candidates.positions",
+            np.asarray([1, 20], np.int32),
+            "'candidates.positions' is [1, 20]; accepted",
+        ),
+        ("candidates.layers.2.pre_in", None, "'candidates.layers.2.pre_in' is 'missing'; accepted: an array [20, 4]"),
+        ("candidates.layers.3.streams_in", np.zeros((19, 4, 32), np.float32), "is [19, 4, 32]; accepted: an array [20"),
+    ],
+)
+def test_damaged_arrays_of_a_kit_are_refused_by_name(name, array, sentence, kit, tmp_path):
+    """Without chains, and with the arrays of one numerics alone."""
+    other = shutil.copytree(kit, tmp_path / "kit", symlinks=True)
+    (other / "chains.json").write_text("{}")
+    (other / "taps_f32.safetensors").unlink()
+    file = other / "taps_released.safetensors"
+    arrays = {found: np.array(value) for found, value in read_arrays(file).items()} | {name: array}
+    write_arrays(file, {found: value for found, value in arrays.items() if value is not None})
+    result = command("run", other, tmp_path / "results")
+    assert result.exit_code == 4
+    assert sentence in result.stderr
 
 
 def test_a_kit_of_other_weights_is_refused(kit, tmp_path):
