@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples.train_tiny.batches import Windows, scoring_windows
+from examples.train_tiny.batches import Curriculum, Windows, scoring_windows
 
 
 def documents(*lengths):
@@ -49,3 +49,12 @@ def test_every_target_counts_once_with_half_a_window_before_it(lengths):
     for window, counted in zip(scored.windows, scored.counted, strict=True):
         # Behind a document's first window no target is counted that sees less than half a window.
         assert window[0] in starts or not counted[:4].any()
+
+
+def test_chats_come_beside_text_from_their_step_on():
+    text, chat = Windows.of(documents(1000), 20, seed=5), Windows.of([-documents(1000)[0]], 20, seed=5)
+    both = Curriculum(text, chat, chat_from=3)
+    np.testing.assert_array_equal(both.batch(2, 4), text.batch(2, 4))
+    later = both.batch(7, 4)
+    np.testing.assert_array_equal(later[:2], chat.batch(4, 2))
+    np.testing.assert_array_equal(later[2:], text.batch(7, 4)[2:])
