@@ -33,6 +33,17 @@ def turn(batch, prompt, steps, seed):
 serve(answers, {{"versions": {{"fake": "1.0"}}, "parameters": 7}}, turn, warm_prompt=3)
 """
 
+# Keys that add a memory before layer 1 to a tiny configuration; the number of compressed ids is its tokenizer's.
+TINY_ENGRAM = {
+    "engram_layer_ids": [1],
+    "engram_num_embeddings": [101 + 103],
+    "engram_max_ngram_size": 2,
+    "engram_vocab_size": 101,
+    "engram_n_heads": 2,
+    "engram_head_dim": 32,
+    "engram_pad_token_id": 2,
+}
+
 
 def fake_engine(directory: Path, name: str, turn: str = "pass") -> EngineCommand:
     """An engine that writes down its turns in ``directory/journal``; ``turn`` is what it does in one."""
@@ -111,13 +122,7 @@ def tiny_drafting_configuration() -> dict:
         "dspark_markov_rank": 32,
         "dspark_n_routed_experts": 4,
         "dspark_num_experts_per_tok": 2,
-        "engram_layer_ids": [1],
-        "engram_num_embeddings": [101 + 103],
-        "engram_max_ngram_size": 2,
-        "engram_vocab_size": 101,
-        "engram_n_heads": 2,
-        "engram_head_dim": 32,
-        "engram_pad_token_id": 2,
         "engram_compressed_vocab_size": 96,
+        **TINY_ENGRAM,
     }
     return raw

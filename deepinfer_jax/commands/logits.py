@@ -12,7 +12,6 @@ from typing import IO, Any, TextIO
 
 import click
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +22,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.generation import check_prompt
 from deepinfer_jax.model.hyper_connections import Taps
-from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.rows import padded_sequence_rows
 from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.taps import golden_taps
 from deepinfer_jax.model.transformer import Model, forward
@@ -118,13 +117,7 @@ def _full_pass(
     with_taps: bool,
 ) -> tuple[Float[Array, "rows vocabulary"], Taps]:
     count = tokens.shape[0]
-    positions = jnp.arange(count, dtype=jnp.int32)
-    rows = Rows.of(
-        tokens=tokens,
-        slots=jnp.zeros_like(positions),
-        positions=jnp.where(positions < length, positions, -1),
-        tiles=((count // TILE_ROWS, TILE_ROWS),),
-    )
+    rows = padded_sequence_rows(tokens, length, TILE_ROWS)
     source = SequenceSource.empty(count, count, config.head_dim, config.index_head_dim, numerics.dtype)
     output = forward(params, rows, source, config, numerics)
     return output_head(params, output.hidden), output.taps if with_taps else {}

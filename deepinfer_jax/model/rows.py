@@ -95,6 +95,18 @@ def sequence_rows(tokens: Int[Array, "sequences length"], tile_rows: int) -> Row
     )
 
 
+def padded_sequence_rows(tokens: Int[Array, " rows"], length: Int[Array, ""], tile_rows: int) -> Rows:
+    """One whole sequence of ``length`` tokens, in rows that are a multiple of ``tile_rows``; the rest is padding."""
+    count = tokens.shape[0]
+    positions = jnp.arange(count, dtype=jnp.int32)
+    return Rows.of(
+        tokens=tokens,
+        slots=jnp.zeros_like(positions),
+        positions=jnp.where(positions < length, positions, -1),
+        tiles=((count // tile_rows, tile_rows),),
+    )
+
+
 def at_positions(
     values: Shaped[Array, "rows *item"], rows: Rows, request: Int[Array, " tiles"], positions: Int[Array, "tiles keys"]
 ) -> tuple[Shaped[Array, "tiles keys *item"], Bool[Array, "tiles keys"]]:

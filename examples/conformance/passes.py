@@ -21,7 +21,7 @@ from deepinfer_jax.model.indexer import Selected
 from deepinfer_jax.model.layer import Carry, LayerNumbers, UnrolledLayers, run_layer
 from deepinfer_jax.model.linear import rms_norm
 from deepinfer_jax.model.params import backend_form
-from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.rows import Rows, padded_sequence_rows
 from deepinfer_jax.model.source import SequenceSource
 from deepinfer_jax.model.transformer import Model, embed, forward, logits
 from deepinfer_jax.numerics import Numerics
@@ -104,13 +104,7 @@ def _pass(
     numerics: Numerics,
 ) -> Taps:
     count = tokens.shape[0]
-    positions = jnp.arange(count, dtype=jnp.int32)
-    rows = Rows.of(
-        tokens=tokens,
-        slots=jnp.zeros_like(positions),
-        positions=jnp.where(positions < length, positions, -1),
-        tiles=((count // TILE_ROWS, TILE_ROWS),),
-    )
+    rows = padded_sequence_rows(tokens, length, TILE_ROWS)
     source = SequenceSource.empty(count, count, config.head_dim, config.index_head_dim, numerics.dtype)
     if inputs is None:
         output = forward(params, rows, source, config, numerics)

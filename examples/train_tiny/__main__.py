@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import jax
 
+from deepinfer_jax.checkpoint.digest import write_json
 from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.backbone import backbone_description, train_backbone
 from examples.train_tiny.batches import Curriculum, Windows
@@ -17,7 +18,7 @@ from examples.train_tiny.draft_report import Survey
 from examples.train_tiny.drafting import train_draft_head
 from examples.train_tiny.figures import FIGURES_FILE, LENGTH, measure
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
-from examples.train_tiny.preparation import Prepared, prepare, write_json
+from examples.train_tiny.preparation import Prepared, prepare
 from examples.train_tiny.publish import publish
 from examples.train_tiny.storage import as_stored
 

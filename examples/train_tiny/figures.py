@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from deepinfer_jax.checkpoint.digest import write_json
 from deepinfer_jax.checkpoint.reader import load_model
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
@@ -23,7 +24,7 @@ from examples.train_tiny.draft_report import Survey, draft_report
 from examples.train_tiny.evaluation import evaluate
 from examples.train_tiny.kneser_ney import KneserNey
 from examples.train_tiny.losses import next_token_losses, run_windows
-from examples.train_tiny.preparation import Prepared, prepare, write_json
+from examples.train_tiny.preparation import Prepared, prepare
 
 LENGTH = 1024
 FIGURES_FILE = "figures.json"

@@ -57,9 +57,10 @@ class Progress:
 
 
 def muon_and_adam(described: Tree, schedule: Schedule) -> optax.GradientTransformation:
-    """Muon for the quantised matrices, AdamW for all else; both move a parameter by about the rate in root mean square.
+    """Muon for the quantised matrices, AdamW for all else.
 
-    Muon: Liu et al., "Muon is Scalable for LLM Training", 2025.
+    Muon moves a matrix by a fifth of the rate in root mean square, about as far as AdamW does on noisy gradients (Liu
+    et al., "Muon is Scalable for LLM Training", 2025).
     """
     peak = schedule.peak_rate
     rate = optax.join_schedules(

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from deepinfer_jax.checkpoint.digest import write_json
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.text.chat import ChatEncoder
 from deepinfer_jax.text.compressed_vocabulary import compressed_token_map
@@ -81,10 +81,3 @@ def chat_encoder(tokenizer: Tokenizer, config: ModelConfig) -> ChatEncoder:
     return ChatEncoder.from_tokenizer(
         tokenizer, vocab_size=config.vocab_size, bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id
     )
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from deepinfer_jax.checkpoint.digest import Digests, WeightsId, write_digests
+from deepinfer_jax.checkpoint.digest import Digests, WeightsId, write_digests, write_json
 from deepinfer_jax.checkpoint.safetensors import SINGLE_FILE
 from deepinfer_jax.checkpoint.synthetic_tokenizer import tokenizer_configuration
 from deepinfer_jax.checkpoint.units import units_of, write_rows
@@ -17,7 +17,7 @@ from deepinfer_jax.checkpoint.writer import ShardWriter
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import Parameter, Stored
 from deepinfer_jax.model.transformer import Model
-from examples.train_tiny.preparation import CONFIG_FILE, TOKENIZER_FILE, write_json
+from examples.train_tiny.preparation import CONFIG_FILE, TOKENIZER_FILE
 
 
 def publish(prepared: Path, params: Model, config: ModelConfig, target: Path) -> WeightsId:

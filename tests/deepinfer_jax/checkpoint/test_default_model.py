@@ -1,4 +1,4 @@
-"""The model that comes with the library: where it is found, and, where it is there, that it is whole and small."""
+"""The model that comes with the library: where it is found, and that it is whole and small."""
 
 import pytest
 
@@ -13,15 +13,10 @@ from tests.golden import DATA
 
 SHIPPED = DATA.parent.parent / "deepinfer_jax" / "default_model"
 LARGEST = 12 << 20  # bytes
-shipped_only = pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no trained model yet")
 
 
 def test_it_lies_inside_the_package():
-    if SHIPPED.exists():
-        assert default_model() == SHIPPED
-    else:
-        with pytest.raises(CheckpointError):
-            default_model()
+    assert default_model() == SHIPPED
 
 
 @pytest.mark.parametrize("folder", ["absent", "empty"])
@@ -32,7 +27,6 @@ def test_a_stripped_installation_is_told_the_remedy(folder, monkeypatch, tmp_pat
         default_model()
 
 
-@shipped_only
 def test_it_is_whole_small_and_has_its_digests_and_a_model_card():
     config = ModelConfig.from_directory(SHIPPED)
     covered = coverage(Model.describe(config), open_storage(SHIPPED))

@@ -1,4 +1,4 @@
-"""The kit in the repository against the model in the repository, where they are there. Numerics f32 and released."""
+"""The kit in the repository against the model in the repository. Numerics f32 and released."""
 
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from tests.golden import DATA
 
 SHIPPED = DATA.parent.parent / "deepinfer_jax" / "default_model"
 LARGEST = 3 << 20  # bytes, without the checkpoint
-pytestmark = pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no trained model yet")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from examples.conformance import prompts, recording
 from examples.conformance.__main__ import main
 from examples.conformance.comparison import CLEAR_GAP
 from examples.conformance.kit import CHAIN_TOKENS, INPUTS, Kit, read_arrays, write_arrays
-from tests.engines import tiny_configuration
+from tests.engines import TINY_ENGRAM, tiny_configuration
 
 CHANGES = {
     "vocab_size": 320,
@@ -26,13 +26,7 @@ CHANGES = {
     "index_source_layer_ids": [1, 2, 3],
     "candidate_topk_blocks": 4,
     "candidate_block_size": 4,
-    "engram_layer_ids": [1],
-    "engram_num_embeddings": [101 + 103],
-    "engram_max_ngram_size": 2,
-    "engram_vocab_size": 101,
-    "engram_n_heads": 2,
-    "engram_head_dim": 32,
-    "engram_pad_token_id": 2,
+    **TINY_ENGRAM,
     "engram_compressed_vocab_size": 256,
     "max_position_embeddings": 1280,
 }

@@ -2,12 +2,13 @@
 
 import pytest
 
+from deepinfer_jax.checkpoint.digest import write_json
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from examples.train_tiny.chat import conversation, documented_functions, encode_conversation, encode_conversations
 from examples.train_tiny.configuration import template
 from examples.train_tiny.corpus import Document
-from examples.train_tiny.preparation import chat_encoder, write_json
+from examples.train_tiny.preparation import chat_encoder
 from examples.train_tiny.vocabulary import train_tokenizer
 
 SOURCE = '''

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax.checkpoint.digest import read_digests
+from deepinfer_jax.checkpoint.digest import read_digests, write_json
 from deepinfer_jax.checkpoint.reader import load_model
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import initialise
@@ -15,7 +15,7 @@ from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
 from deepinfer_jax.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from examples.train_tiny.configuration import configuration, template
-from examples.train_tiny.preparation import CONFIG_FILE, write_json
+from examples.train_tiny.preparation import CONFIG_FILE
 from examples.train_tiny.publish import publish
 from examples.train_tiny.storage import as_stored
 from examples.train_tiny.vocabulary import train_tokenizer
