@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import click
+import deepseek_recipe as recipe
 import jax
 
 from deepinfer_jax.checkpoint.digest import write_json
@@ -22,6 +23,7 @@ from examples.train_tiny.preparation import Prepared, prepare
 from examples.train_tiny.publish import publish
 from examples.train_tiny.storage import as_stored
 
+SHORT_LENGTH = 256
 CALIBRATION_FILE = "draft_calibration.json"
 SURVEY = Survey()
 
@@ -29,7 +31,7 @@ SURVEY = Survey()
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", type=click.IntRange(min=10), default=2600, show_default=True, help="Backbone steps.")
-@click.option("--draft-steps", type=click.IntRange(min=10), default=900, show_default=True, help="Draft head steps.")
+@click.option("--draft-steps", type=click.IntRange(min=10), default=2000, show_default=True, help="Draft head steps.")
 @click.option("--batch", type=click.IntRange(min=2), default=2, show_default=True, help="Windows of 1,024 a step.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -> None:
@@ -44,7 +46,7 @@ def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -
     head = train_draft_head(
         backbone,
         prepared.config,
-        curriculum(prepared, draft_steps // 2, seed + 1),
+        curriculum(prepared, 0, draft_steps // 2, seed + 1),
         schedule(draft_steps, batch, seed + 1),
         directory / "draft",
         Reporter("draft head", draft_steps),
@@ -67,10 +69,11 @@ def trained_backbone(prepared: Prepared, directory: Path, steps: int, batch: int
     params = train_backbone(
         prepared.config,
         prepared.token_map,
-        curriculum(prepared, steps * 8 // 10, seed),
+        curriculum(prepared, steps * 4 // 10, steps * 8 // 10, seed),
         schedule(steps, batch, seed),
         directory / "backbone",
         Reporter("backbone", steps),
+        prepared.tokenizer.control_tokens[recipe.SpecialToken.Assistant.default_str()],
     )
     stored = as_stored(backbone_description(prepared.config), params)
     return dataclasses.replace(stored, token_map=prepared.token_map)
@@ -89,10 +92,10 @@ def schedule(steps: int, batch: int, seed: int) -> Schedule:
     )
 
 
-def curriculum(prepared: Prepared, chat_from: int, seed: int) -> Curriculum:
-    """Text, and chats beside it from a step on."""
+def curriculum(prepared: Prepared, long_from: int, chat_from: int, seed: int) -> Curriculum:
+    """Short windows of text, long ones from a step on, and chats beside them from another."""
     text, chat = (Windows.of(documents, LENGTH, seed) for documents in (prepared.training, prepared.chats))
-    return Curriculum(text, chat, chat_from)
+    return Curriculum(Windows.of(prepared.training, SHORT_LENGTH, seed), text, chat, long_from, chat_from)
 
 
 class Reporter:

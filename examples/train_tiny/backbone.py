@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +17,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.layer import Layer, UnrolledLayers
 from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.batches import Batches
-from examples.train_tiny.losses import expert_loads, index_losses, next_token_losses, run_windows
+from examples.train_tiny.losses import answers, expert_loads, index_losses, next_token_losses, run_windows
 from examples.train_tiny.optimisation import Figures, Progress, Schedule, first_progress, muon_and_adam, train
 from examples.train_tiny.storage import as_stored
 
@@ -25,6 +26,8 @@ INDEX_EVERY = 16
 INDEX_WEIGHT = 0.1
 # How far a step moves the selection biases of the router.
 BIAS_RATE = 2e-3
+# Share of steps without Engram, so that the layers learn what it would spare them.
+FORGETTING = 0.25
 
 
 def train_backbone(
@@ -34,16 +37,23 @@ def train_backbone(
     schedule: Schedule,
     directory: Path,
     report: Callable[[dict[str, float]], None] = lambda line: None,
+    assistant: int | None = None,
 ) -> Model:
-    """Train from where ``directory`` left off; returns the backbone without draft head and token map."""
+    """Train from where ``directory`` left off; returns the backbone without draft head and token map.
+
+    ``assistant`` is the token that opens an answer in chats.
+    """
     optimiser = _optimiser(config, schedule)
 
     def step(progress: Progress, number: int) -> tuple[Progress, Figures]:
+        remembers = np.random.default_rng((schedule.seed, number)).random() >= FORGETTING
         return update(
             progress,
             token_map,
             batches.batch(number, schedule.batch),
+            np.float32(remembers),
             config=config,
+            assistant=assistant,
             stored=schedule.stored(number),
             optimiser=optimiser,
         )
@@ -58,24 +68,33 @@ def backbone_description(config: ModelConfig) -> Model:
     return dataclasses.replace(Model.describe(config), draft=None, token_map=None)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "stored", "optimiser"), donate_argnames=("progress",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "assistant", "stored", "optimiser"), donate_argnames=("progress",)
+)
 def update(
     progress: Progress,
     token_map: Int[Array, " vocabulary"] | None,
     batch: Int[Array, "windows window"],
+    remembers: Float[Array, ""],
     *,
     config: ModelConfig,
+    assistant: int | None,
     stored: bool,
     optimiser: optax.GradientTransformation,
 ) -> tuple[Progress, Figures]:
-    """One optimiser step; donates the progress."""
+    """One optimiser step; donates the progress.
+
+    ``remembers`` is 0 where Engram shall add nothing, else 1; ``assistant`` marks answers in chats.
+    """
 
     def total(params: Model) -> tuple[Array, tuple[Figures, Array]]:
         if stored:
             params = as_stored(backbone_description(config), params)
-        params = dataclasses.replace(params, token_map=token_map)
+        params = dataclasses.replace(_with_memory(params, remembers, config), token_map=token_map)
         output, rows = run_windows(params, batch[:, :-1], config)
-        language = next_token_losses(params, output, batch[:, 1:]).mean()
+        counted = answers(batch, assistant, config.eos_token_id)[:, 1:]
+        losses = next_token_losses(params, output, batch[:, 1:])
+        language = jnp.where(counted, losses, 0.0).sum() / jnp.maximum(counted.sum(), 1)
         index = index_losses(params, output.taps, rows, batch.shape[1] - 1, INDEX_EVERY, config)
         loads = expert_loads(output.taps, config)
         figures = {
@@ -89,6 +108,15 @@ def update(
     changes, state = optimiser.update(gradients, progress.optimiser, progress.params)
     params = optax.apply_updates(progress.params, changes)
     return Progress(_balanced(params, loads, BIAS_RATE), state, progress.step + 1), figures
+
+
+def _with_memory(params: Model, share: Float[Array, ""], config: ModelConfig) -> Model:
+    """The model whose memories add ``share`` of their value to the streams."""
+    keys = config.hc_mult * config.hidden_size
+    engrams = tuple(
+        dataclasses.replace(memory, key_value=memory.key_value.at[keys:].multiply(share)) for memory in params.engrams
+    )
+    return dataclasses.replace(params, engrams=engrams)
 
 
 @functools.lru_cache

@@ -65,14 +65,22 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Windows of text, and from step ``chat_from`` on as many windows of chats beside them."""
+    """Short windows of text first, then long ones, and from step ``chat_from`` on as many windows of chats beside them.
 
+    A selection that takes few of many entries is nearly a random one at first, and hides what a query should find. In
+    short windows it takes most of them.
+    """
+
+    short: Windows
     text: Windows
     chat: Windows
+    long_from: int
     chat_from: int
 
-    def batch(self, step: int, size: int) -> Int32[np.ndarray, "size window"]:
-        """The windows of one step; a function of the step alone."""
+    def batch(self, step: int, size: int) -> Int32[np.ndarray, "windows window"]:
+        """The windows of one step: ``size`` long ones, or short ones with as many tokens; a function of the step."""
+        if step < self.long_from:
+            return self.short.batch(step, size * self.text.length // self.short.length)
         if step < self.chat_from:
             return self.text.batch(step, size)
         chats = size // 2

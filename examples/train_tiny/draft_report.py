@@ -23,10 +23,10 @@ from examples.train_tiny.losses import TILE_ROWS
 class Survey:
     """How much is measured: places in held-out text, continued prompts and their tokens, tokens of context."""
 
-    places: int = 600
+    places: int = 2000
     prompts: int = 200
     new_tokens: int = 64
-    context: int = 256
+    context: int = 128
     group: int = 40
     seed: int = 0
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.attention import project_queries
@@ -42,6 +42,25 @@ def next_token_losses(
     """Negative log likelihood of every target, in nats."""
     scores = logits(params, output.hidden).reshape(*targets.shape, -1)
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets)
+
+
+def answers(tokens: Int[Array, "windows window"], assistant: int | None, end: int) -> Bool[Array, "windows window"]:
+    """Which tokens a model shall learn to say.
+
+    In windows of chats, those behind an assistant's mark up to the end of its answer; everything in windows that hold
+    no such mark. ``assistant`` is None for a tokenizer without one.
+    """
+    if assistant is None:
+        return jnp.ones(tokens.shape, bool)
+    places = jnp.arange(tokens.shape[1])[None]
+
+    def latest(token: int) -> Array:
+        """The last place before each token where ``token`` stands, -1 for none."""
+        found = jax.lax.cummax(jnp.where(tokens == token, places, -1), axis=1)
+        return jnp.concatenate([jnp.full_like(found[:, :1], -1), found[:, :-1]], axis=1)
+
+    inside = latest(assistant) > latest(end)
+    return inside | ~(tokens == assistant).any(axis=1, keepdims=True)
 
 
 def index_losses(

@@ -12,11 +12,12 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.backbone import _balanced, train_backbone
+from examples.train_tiny.backbone import _balanced, _with_memory, train_backbone
 from examples.train_tiny.batches import Windows
-from examples.train_tiny.losses import index_losses, next_token_losses, run_windows
+from examples.train_tiny.evaluation import without_engram
+from examples.train_tiny.losses import answers, index_losses, next_token_losses, run_windows
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
-from tests.engines import tiny_configuration
+from tests.engines import tiny_configuration, tiny_drafting_configuration
 
 CONFIG = ModelConfig.from_dict(tiny_configuration())
 LENGTH = 48
@@ -120,3 +121,27 @@ def test_balancing_lowers_the_bias_of_experts_that_were_chosen_too_often():
         moved = after.feed_forward.text_bias - before.feed_forward.text_bias
         np.testing.assert_allclose(moved, [-0.01, -0.01, 0.01, 0.01], atol=1e-6)
         np.testing.assert_array_equal(after.feed_forward.image_bias, after.feed_forward.text_bias)
+
+
+def test_only_answers_count_in_windows_with_chats():
+    mark, end = 8, 1
+    chats = jnp.asarray([[0, 5, 8, 6, 7, 1, 5, 8, 4, 1, 5], [0, 5, 5, 6, 7, 1, 5, 5, 4, 1, 5]])
+    counted = answers(chats, mark, end)
+    assert counted[0].tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2 + [False]
+    assert counted[1].all()
+    assert answers(chats, None, end).all()
+
+
+def test_without_memory_engram_adds_nothing():
+    config = ModelConfig.from_dict(tiny_drafting_configuration())
+    params = initialise(Model.describe(config), jax.random.key(0), F32)
+    batch = jnp.asarray(windows().batch(0, 2))
+
+    @jax.jit
+    def hidden(params):
+        return run_windows(params, batch[:, :-1], config)[0].hidden
+
+    forgetting = hidden(_with_memory(params, jnp.zeros(()), config))
+    np.testing.assert_array_equal(forgetting, hidden(without_engram(params, config)))
+    np.testing.assert_array_equal(hidden(_with_memory(params, jnp.ones(()), config)), hidden(params))
+    assert not np.array_equal(forgetting, hidden(params))

@@ -51,10 +51,12 @@ def test_every_target_counts_once_with_half_a_window_before_it(lengths):
         assert window[0] in starts or not counted[:4].any()
 
 
-def test_chats_come_beside_text_from_their_step_on():
+def test_short_windows_come_first_and_chats_beside_text_last():
     text, chat = Windows.of(documents(1000), 20, seed=5), Windows.of([-documents(1000)[0]], 20, seed=5)
-    both = Curriculum(text, chat, chat_from=3)
-    np.testing.assert_array_equal(both.batch(2, 4), text.batch(2, 4))
-    later = both.batch(7, 4)
-    np.testing.assert_array_equal(later[:2], chat.batch(4, 2))
+    short = Windows.of(documents(1000), 5, seed=5)
+    lessons = Curriculum(short, text, chat, long_from=2, chat_from=4)
+    np.testing.assert_array_equal(lessons.batch(1, 4), short.batch(1, 16))
+    np.testing.assert_array_equal(lessons.batch(2, 4), text.batch(2, 4))
+    later = lessons.batch(7, 4)
+    np.testing.assert_array_equal(later[:2], chat.batch(3, 2))
     np.testing.assert_array_equal(later[2:], text.batch(7, 4)[2:])
