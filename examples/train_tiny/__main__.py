@@ -31,7 +31,7 @@ SURVEY = Survey()
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", type=click.IntRange(min=10), default=2600, show_default=True, help="Backbone steps.")
-@click.option("--draft-steps", type=click.IntRange(min=10), default=2000, show_default=True, help="Draft head steps.")
+@click.option("--draft-steps", type=click.IntRange(min=10), default=2500, show_default=True, help="Draft head steps.")
 @click.option("--batch", type=click.IntRange(min=2), default=2, show_default=True, help="Windows of 1,024 a step.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -> None:
