@@ -17,7 +17,14 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.layer import Layer, UnrolledLayers
 from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.batches import Batches
-from examples.train_tiny.losses import answers, expert_loads, index_losses, next_token_losses, run_windows
+from examples.train_tiny.losses import (
+    answers,
+    expert_loads,
+    index_losses,
+    next_token_losses,
+    run_windows,
+    with_memory,
+)
 from examples.train_tiny.optimisation import Figures, Progress, Schedule, first_progress, muon_and_adam, train
 from examples.train_tiny.storage import as_stored
 
@@ -90,7 +97,7 @@ def update(
     def total(params: Model) -> tuple[Array, tuple[Figures, Array]]:
         if stored:
             params = as_stored(backbone_description(config), params)
-        params = dataclasses.replace(_with_memory(params, remembers, config), token_map=token_map)
+        params = dataclasses.replace(with_memory(params, remembers, config), token_map=token_map)
         output, rows = run_windows(params, batch[:, :-1], config)
         counted = answers(batch, assistant, config.eos_token_id)[:, 1:]
         losses = next_token_losses(params, output, batch[:, 1:])
@@ -108,15 +115,6 @@ def update(
     changes, state = optimiser.update(gradients, progress.optimiser, progress.params)
     params = optax.apply_updates(progress.params, changes)
     return Progress(_balanced(params, loads, BIAS_RATE), state, progress.step + 1), figures
-
-
-def _with_memory(params: Model, share: Float[Array, ""], config: ModelConfig) -> Model:
-    """The model whose memories add ``share`` of their value to the streams."""
-    keys = config.hc_mult * config.hidden_size
-    engrams = tuple(
-        dataclasses.replace(memory, key_value=memory.key_value.at[keys:].multiply(share)) for memory in params.engrams
-    )
-    return dataclasses.replace(params, engrams=engrams)
 
 
 @functools.lru_cache

@@ -20,7 +20,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.topology import LayerPlan, topology
 from examples.train_tiny.batches import Scored
-from examples.train_tiny.losses import next_token_losses, run_windows
+from examples.train_tiny.losses import next_token_losses, run_windows, with_memory
 
 # Windows in one pass.
 BATCH = 2
@@ -78,7 +78,7 @@ def evaluate(params: Model, config: ModelConfig, scored: Scored, batch: int = BA
     sums = _sums_of_windows(params, config, scored, batch, everything=True)
     tokens, loads = int(sums["tokens"]), sums["choices"]
     busiest = loads.max(axis=1) / loads.mean(axis=1)
-    bare = None if config.engram is None else held_out_loss(without_engram(params, config), config, scored, batch)
+    bare = None if config.engram is None else held_out_loss(with_memory(params, 0.0, config), config, scored, batch)
     return Evaluation(
         tokens=tokens,
         loss=float(sums["loss"] / tokens),
@@ -96,15 +96,6 @@ def held_out_loss(params: Model, config: ModelConfig, scored: Scored, batch: int
     """Mean loss of all counted targets, in nats a token; arguments as of :func:`evaluate`."""
     sums = _sums_of_windows(params, config, scored, batch, everything=False)
     return float(sums["loss"] / sums["tokens"])
-
-
-def without_engram(params: Model, config: ModelConfig) -> Model:
-    """The model with memories whose value is exactly zero, so that reading them changes no stream."""
-    engrams = tuple(
-        dataclasses.replace(memory, key_value=memory.key_value.at[config.hc_mult * config.hidden_size :].set(0.0))
-        for memory in params.engrams
-    )
-    return dataclasses.replace(params, engrams=engrams)
 
 
 def selection_shares(

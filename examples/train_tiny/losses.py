@@ -36,6 +36,15 @@ def run_windows(
     return forward(params, rows, empty_source(rows, inputs.shape[1], config, numerics), config, numerics, DENSE), rows
 
 
+def with_memory(params: Model, share: float | Float[Array, ""], config: ModelConfig) -> Model:
+    """The model whose Engram memories add ``share`` of their value to the streams; 0 changes no stream."""
+    keys = config.hc_mult * config.hidden_size
+    engrams = tuple(
+        dataclasses.replace(memory, key_value=memory.key_value.at[keys:].multiply(share)) for memory in params.engrams
+    )
+    return dataclasses.replace(params, engrams=engrams)
+
+
 def next_token_losses(
     params: Model, output: Output, targets: Int[Array, "windows length"]
 ) -> Float[Array, "windows length"]:

@@ -12,10 +12,9 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.backbone import _balanced, _with_memory, train_backbone
+from examples.train_tiny.backbone import _balanced, train_backbone
 from examples.train_tiny.batches import Windows
-from examples.train_tiny.evaluation import without_engram
-from examples.train_tiny.losses import answers, index_losses, next_token_losses, run_windows
+from examples.train_tiny.losses import answers, index_losses, next_token_losses, run_windows, with_memory
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
 from tests.engines import tiny_configuration, tiny_drafting_configuration
 
@@ -141,7 +140,9 @@ def test_without_memory_engram_adds_nothing():
     def hidden(params):
         return run_windows(params, batch[:, :-1], config)[0].hidden
 
-    forgetting = hidden(_with_memory(params, jnp.zeros(()), config))
-    np.testing.assert_array_equal(forgetting, hidden(without_engram(params, config)))
-    np.testing.assert_array_equal(hidden(_with_memory(params, jnp.ones(()), config)), hidden(params))
+    forgetting = hidden(with_memory(params, jnp.zeros(()), config))
+    bare = dataclasses.replace(config, engram=None)
+    never = jax.jit(lambda params: run_windows(params, batch[:, :-1], bare)[0].hidden)
+    np.testing.assert_array_equal(forgetting, never(dataclasses.replace(params, engrams=(), token_map=None)))
+    np.testing.assert_array_equal(hidden(with_memory(params, jnp.ones(()), config)), hidden(params))
     assert not np.array_equal(forgetting, hidden(params))

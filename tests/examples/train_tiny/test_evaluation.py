@@ -16,8 +16,8 @@ from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
 from examples.train_tiny.batches import scoring_windows
-from examples.train_tiny.evaluation import evaluate, held_out_loss, selection_shares, without_engram
-from examples.train_tiny.losses import next_token_losses, run_windows
+from examples.train_tiny.evaluation import evaluate, held_out_loss, selection_shares
+from examples.train_tiny.losses import next_token_losses, run_windows, with_memory
 from tests.checkpoints import golden_model, prompts
 from tests.engines import tiny_configuration
 from tests.golden import tensors
@@ -187,7 +187,7 @@ def test_reading_a_silenced_memory_changes_no_stream(params):
     columns = jnp.arange(12, dtype=jnp.int32).reshape(6, 2)
     text = jnp.zeros((6,), bool)
     read, _ = read_memory(params.engrams[0], streams, columns, text, CONFIG)
-    silenced, _ = read_memory(without_engram(params, CONFIG).engrams[0], streams, columns, text, CONFIG)
+    silenced, _ = read_memory(with_memory(params, 0.0, CONFIG).engrams[0], streams, columns, text, CONFIG)
     np.testing.assert_array_equal(silenced, streams)
     assert np.abs(read - streams).max() > 0.1
 
