@@ -1,0 +1,122 @@
+"""What a caller asks for: sampling parameters, checked before anything is queued."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.errors import InputError
+
+LARGEST_SEED = (1 << 64) - 1
+MOST_LOGPROBS = 20
+MOST_BRANCHES = 128
+LARGEST_BIAS = 100.0
+LARGEST_PENALTY = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Scores are processed in this order: repetition, presence and frequency penalties, logit bias, temperature, then the
+    filters top-k, top-p and min-p. Penalties count generated tokens; repetition counts the prompt's too.
+
+    Attributes:
+        max_tokens: most tokens to generate; 0 generates none (for prompt log-probabilities).
+        temperature: 0 takes the likeliest token.
+        top_k: keep so many likeliest tokens; 0 keeps all.
+        top_p: keep the likeliest tokens that together have this probability.
+        min_p: keep tokens with at least this share of the likeliest one's probability.
+        presence_penalty: subtracted from the score of every token that was generated before.
+        frequency_penalty: the same, once for each time.
+        repetition_penalty: scores of tokens seen before are divided by it if positive, else multiplied.
+        logit_bias: added to the scores of some tokens.
+        stop_ids: tokens that end the request besides the end token; they are not part of its text.
+        stop: strings that end it; the text ends before them.
+        ignore_eos: the end token does not end it.
+        min_tokens: no end or stop token before so many tokens were generated.
+        seed: a number below 2^64; None draws one, which the receipt names.
+        n: branches; branch i folds i into the seed.
+        logprobs: report the log-probability of every chosen token and of so many likeliest ones; None reports none.
+        prompt_logprobs: the same for the prompt's tokens from the second on.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = MappingProxyType({})
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("max_tokens", self.max_tokens, 0)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_whole("top_k", self.top_k, 0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -LARGEST_PENALTY, LARGEST_PENALTY)
+        _check_number("frequency_penalty", self.frequency_penalty, -LARGEST_PENALTY, LARGEST_PENALTY)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        for token, bias in self.logit_bias.items():
+            _check_number(f"logit_bias[{token}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
+        if any(not text for text in self.stop):
+            raise InputError("stop", self.stop, "strings that are not empty")
+        _check_whole("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise InputError("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        if self.seed is not None:
+            _check_whole("seed", self.seed, 0, LARGEST_SEED)
+        _check_whole("n", self.n, 1, MOST_BRANCHES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 0, MOST_LOGPROBS)
+
+    def check(self, prompt: Sequence[int], config: ModelConfig) -> None:
+        """Check the request against a model.
+
+        Raises:
+            InputError: the prompt is empty, an id lies outside the vocabulary, or prompt and answer are too long.
+        """
+        if not prompt:
+            raise InputError("prompt", list(prompt), "at least one token")
+        accepted = f"0 to {config.vocab_size - 1}, the ids of this model's vocabulary"
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise InputError("token id", token, accepted)
+        for name, tokens in (("stop_ids", self.stop_ids), ("logit_bias", self.logit_bias)):
+            for token in tokens:
+                if not 0 <= token < config.vocab_size:
+                    raise InputError(name, token, accepted)
+        total = len(prompt) + self.max_tokens
+        if total > config.max_position_embeddings:
+            limit = f"at most max_position_embeddings {config.max_position_embeddings}"
+            raise InputError("prompt and new tokens", total, limit, "shorten the prompt or ask for fewer tokens")
+
+
+def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    accepted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise InputError(name, value, accepted)
+
+
+def _check_number(name: str, value: object, least: float, most: float, *, above: bool = False) -> None:
+    """``above``: ``least`` itself is refused."""
+    accepted = f"a number {'above' if above else 'from'} {least:g} to {most:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(name, value, accepted)
+    if not least <= value <= most or (above and value == least):
+        raise InputError(name, value, accepted)
