@@ -23,98 +23,24 @@ not hidden by saturation. Source: DeepSeek-V4.1 technical report, quantisation o
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int8, UInt8
+from jaxtyping import Float32, Int8, UInt8
 
-from pallas_kernels import formats
-from pallas_kernels.packed_weight import GROUP, fp8_groups
+from pallas_kernels.packed_weight import GROUP
 from pallas_kernels.packed_weight import round_trip_fp8_32 as round_trip_fp8_32
-
-MAIN_KV_GROUP = 16
-"""Channels that share a scale in the main KV."""
-
-_FP4_32_FLOOR = formats.E2M1_LARGEST * 2.0**-126
-_FP4_16_FLOOR = formats.E2M1_LARGEST * 2.0**-9
+from pallas_kernels.row_formats import dequantise_fp4_16 as dequantise_fp4_16
+from pallas_kernels.row_formats import dequantise_fp4_32 as dequantise_fp4_32
+from pallas_kernels.row_formats import dequantise_fp8_32 as dequantise_fp8_32
+from pallas_kernels.row_formats import quantise_fp4_16 as quantise_fp4_16
+from pallas_kernels.row_formats import quantise_fp4_32 as quantise_fp4_32
+from pallas_kernels.row_formats import quantise_fp8_32 as quantise_fp8_32
+from pallas_kernels.row_formats import round_trip_fp4_16 as round_trip_fp4_16
+from pallas_kernels.row_formats import round_trip_fp4_32 as round_trip_fp4_32
 
 # Elements decoded per look-up at load time: NumPy widens the indices to eight bytes, so a whole tensor at once would
 # need twice the memory of its float32 result.
 _ELEMENTS_PER_LOOK_UP = 1 << 17
-
-
-def quantise_fp8_32(
-    x: Float[Array, "*rows channels"],
-) -> tuple[UInt8[Array, "*rows channels"], UInt8[Array, "*rows groups"]]:
-    """Q8_32 data (e4m3 bytes) and scales (e8m0 bytes) of `x`.
-
-    Raises ValueError where the number of channels is not a multiple of 32.
-    """
-    groups, scale = fp8_groups(x)
-    data = formats.encode_e4m3(groups * formats.decode_e8m0(254 - scale))
-    return data.reshape(x.shape), scale[..., 0]
-
-
-def dequantise_fp8_32(
-    data: UInt8[Array, "*rows channels"], scale: UInt8[Array, "*rows groups"], dtype: DTypeLike
-) -> Float[Array, "*rows channels"]:
-    """The values of Q8_32 data, in `dtype`."""
-    return _scaled(formats.decode_e4m3(data), formats.decode_e8m0(scale), GROUP, dtype)
-
-
-def quantise_fp4_32(
-    x: Float[Array, "*rows channels"],
-) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows groups"]]:
-    """Q4_32 data (e2m1, two channels to a byte, the even one low) and scales (e8m0 bytes) of `x`.
-
-    Raises ValueError where the number of channels is not a multiple of 32.
-    """
-    groups, scale = _fp4_32_groups(x)
-    packed = formats.pack_e2m1(groups * formats.decode_e8m0(254 - scale))
-    return packed.reshape(*x.shape[:-1], x.shape[-1] // 2), scale[..., 0]
-
-
-def dequantise_fp4_32(
-    packed: UInt8[Array, "*rows bytes"], scale: UInt8[Array, "*rows groups"], dtype: DTypeLike
-) -> Float[Array, "*rows channels"]:
-    """The values of Q4_32 data, in `dtype`."""
-    return _scaled(formats.unpack_e2m1(packed), formats.decode_e8m0(scale), GROUP, dtype)
-
-
-def round_trip_fp4_32(x: Float[Array, "*rows channels"]) -> Float[Array, "*rows channels"]:
-    """`x` as it comes back from Q4_32, in its own dtype. Raises ValueError like `quantise_fp4_32`."""
-    groups, scale = _fp4_32_groups(x)
-    rounded = formats.round_to_e2m1(groups * formats.decode_e8m0(254 - scale))
-    return (rounded * formats.decode_e8m0(scale)).reshape(x.shape).astype(x.dtype)
-
-
-def quantise_fp4_16(
-    x: Float[Array, "*rows channels"],
-) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows groups"]]:
-    """Q4_16 data (e2m1, two channels to a byte, the even one low) and scales (e4m3 bytes) of `x`.
-
-    The scale saturates at 448, so magnitudes above 2,688 come back as 2,688. Raises ValueError where the number of
-    channels is not a multiple of 16.
-    """
-    groups, scale = _fp4_16_groups(x)
-    packed = formats.pack_e2m1(groups, formats.decode_e4m3(scale))
-    return packed.reshape(*x.shape[:-1], x.shape[-1] // 2), scale[..., 0]
-
-
-def dequantise_fp4_16(
-    packed: UInt8[Array, "*rows bytes"], scale: UInt8[Array, "*rows groups"], dtype: DTypeLike
-) -> Float[Array, "*rows channels"]:
-    """The values of Q4_16 data, in `dtype`."""
-    return _scaled(formats.unpack_e2m1(packed), formats.decode_e4m3(scale), MAIN_KV_GROUP, dtype)
-
-
-def round_trip_fp4_16(x: Float[Array, "*rows channels"]) -> Float[Array, "*rows channels"]:
-    """`x` as it comes back from Q4_16, in its own dtype. Raises ValueError like `quantise_fp4_16`."""
-    groups, scale = _fp4_16_groups(x)
-    unit = formats.decode_e4m3(scale)
-    rounded = formats.decode_e2m1(formats.encode_e2m1(groups, unit))
-    return (rounded * unit).reshape(x.shape).astype(x.dtype)
 
 
 def dequantise_fp8_blocks(
@@ -155,25 +81,6 @@ def dequantise_fp4_rows(
     [rows, bytes / 16].
     """
     return _dequantise_rows(packed.view(np.uint8), scale, _E2M1_PAIRS, columns=2 * packed.shape[1])
-
-
-def _fp4_32_groups(x: Array) -> tuple[Array, Array]:
-    groups, largest = formats.split_groups(x, GROUP)
-    return groups, formats.encode_e8m0(jnp.maximum(largest, _FP4_32_FLOOR), formats.E2M1_LARGEST)
-
-
-def _fp4_16_groups(x: Array) -> tuple[Array, Array]:
-    # A product with the rounded 1/6 rounds to the same e4m3 number as the quotient for every bfloat16 input and all
-    # but one float32 mantissa, and unlike a division it is the same on every back end.
-    groups, largest = formats.split_groups(x, MAIN_KV_GROUP)
-    return groups, formats.encode_e4m3(jnp.maximum(largest, _FP4_16_FLOOR) * (1 / formats.E2M1_LARGEST))
-
-
-def _scaled(
-    values: Float[Array, "*rows channels"], scale: Float[Array, "*rows groups"], size: int, dtype: DTypeLike
-) -> Float[Array, "*rows channels"]:
-    groups = values.reshape(*scale.shape, size)
-    return (groups * scale[..., None]).reshape(values.shape).astype(dtype)
 
 
 def _dequantise_rows(data: np.ndarray, scale: np.ndarray, table: np.ndarray, columns: int) -> np.ndarray:

@@ -10,12 +10,14 @@ from pallas_kernels.hyper_connection_mix import Mix, hyper_connection_mix
 from pallas_kernels.index_selection import Selection, candidate_entries, index_scores, index_selection
 from pallas_kernels.packed_weight import PackedWeight, expand, pack_weight, rounded_inputs
 from pallas_kernels.product import TransposedWeight, Weight, product
+from pallas_kernels.row_formats import CachedRows
 from pallas_kernels.sparse_attention import gather_rows, sparse_attention
 from pallas_kernels.window_attention import window_attention
 
 __all__ = [
     "EMPTY_MAXIMUM",
     "AttentionPartial",
+    "CachedRows",
     "Mix",
     "PackedWeight",
     "Selection",

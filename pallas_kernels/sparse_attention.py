@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention_partial import EMPTY_MAXIMUM, AttentionPartial
 from pallas_kernels.implementation import choose
+from pallas_kernels.row_formats import CachedRows
 
 # Gathered keys of one loop step of the reference stay within about this many elements, so that they fit a CPU cache.
 _GATHERED_ELEMENTS = 1 << 19
@@ -18,7 +20,7 @@ _GATHERED_ELEMENTS = 1 << 19
 
 def sparse_attention(
     queries: Float[Array, "rows heads head_dim"],
-    pool: Shaped[Array, "pool_rows head_dim"],
+    pool: Shaped[Array, "pool_rows head_dim"] | CachedRows,
     indices: Int[Array, "rows selected"],
     *,
     scale: float,
@@ -41,17 +43,26 @@ def sparse_attention(
     )
 
 
-def gather_rows(pool: Shaped[Array, "pool_rows width"], indices: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-    """``pool[indices]`` with -1 giving zero rows; uint16 pools are read as bfloat16 bits."""
-    rows = jnp.take(pool, jnp.maximum(indices, 0), axis=0, mode="clip")
-    if pool.dtype == jnp.uint16:
-        rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
+def gather_rows(
+    pool: Shaped[Array, "pool_rows width"] | CachedRows, indices: Int[Array, "*batch"], dtype: DTypeLike
+) -> Float[Array, "*batch width"]:
+    """``pool[indices]`` with -1 giving zero rows.
+
+    uint16 pools are read as bfloat16 bits, rows of a released cache format in ``dtype``.
+    """
+    present = jnp.maximum(indices, 0)
+    if isinstance(pool, CachedRows):
+        rows = pool.take(present).values(dtype)
+    else:
+        rows = jnp.take(pool, present, axis=0, mode="clip")
+        if pool.dtype == jnp.uint16:
+            rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
     return jnp.where((indices >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 def _reference(
     queries: Float[Array, "rows heads head_dim"],
-    pool: Shaped[Array, "pool_rows head_dim"],
+    pool: Shaped[Array, "pool_rows head_dim"] | CachedRows,
     indices: Int[Array, "rows selected"],
     scale: float,
 ) -> AttentionPartial:
@@ -69,11 +80,11 @@ def _reference(
 
 def _attend(
     queries: Float[Array, "rows heads head_dim"],
-    pool: Shaped[Array, "pool_rows head_dim"],
+    pool: Shaped[Array, "pool_rows head_dim"] | CachedRows,
     indices: Int[Array, "rows selected"],
     scale: float,
 ) -> AttentionPartial:
-    keys = gather_rows(pool, indices)
+    keys = gather_rows(pool, indices, queries.dtype)
     visible = (indices >= 0)[:, None, :]
     scores = jnp.einsum("rhd,rkd->rhk", queries, keys, preferred_element_type=jnp.float32, precision="highest") * scale
     scores = jnp.where(visible, scores, EMPTY_MAXIMUM)

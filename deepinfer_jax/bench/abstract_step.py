@@ -172,7 +172,8 @@ def compile_step(target: Target, config: ModelConfig, numerics: Numerics, worklo
         code=memory.generated_code_size_in_bytes,
         memory=target.memory,
         pool_copies=sum(
-            count_copies(text, pool.sharding.shard_shape(pool.shape)) for pool in (state.main, state.index)
+            count_copies(text, plane.sharding.shard_shape(plane.shape))
+            for plane in jax.tree.leaves((state.main, state.index))
         ),
         collectives=count_collectives(text),
         lower_seconds=middle - begin,
@@ -182,9 +183,9 @@ def compile_step(target: Target, config: ModelConfig, numerics: Numerics, worklo
     )
 
 
-def nbytes(array: Any) -> int:
-    """Bytes of an abstract array on all devices."""
-    return math.prod(array.shape) * array.dtype.itemsize
+def nbytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on all devices."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def nbytes_on_device(tree: Any) -> int:

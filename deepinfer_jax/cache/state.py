@@ -12,11 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
+from pallas_kernels import CachedRows
+
+# What a pool or ring of keys is.
+Cache = Any
 
 
 @struct.dataclass
@@ -24,7 +29,7 @@ class State:
     """State of all slots and blocks. The step donates it and returns its successor.
 
     Leaves are arrays, or abstract arrays of the same shapes. uint16 arrays hold bfloat16 bits, see
-    :func:`storage_dtype`.
+    :func:`storage_dtype`. Where the numerics keep a cache in a released format it is a ``CachedRows``.
 
     ``main`` ``[pool_rows head_dim]``: compressed key/value entries.
     ``index`` ``[pool_rows index_dim]``: index keys, in the same rows.
@@ -68,22 +73,59 @@ def initial_state(
     """
     if max_drafts is None:
         max_drafts = config.draft.block_size if config.draft else 0
-    dtype = storage_dtype(numerics)
     pool_rows = blocks * layout.rows_per_block
     layers = config.num_hidden_layers + config.draft_stages
     lookback = config.engram.max_ngram_size - 1 if config.engram else 0
 
-    def filled(*shape: int) -> Array:
-        return encode(jnp.full(shape, fill, numerics.dtype), dtype)
+    def rows(name: str, *shape: int) -> Cache:
+        return empty_cache(shape, cache_format(name, numerics), numerics, fill)
 
     return State(
-        main=filled(pool_rows, config.head_dim),
-        index=filled(pool_rows, config.index_head_dim),
-        window=filled(layers, slots, config.sliding_window + max_drafts + 1, config.head_dim),
+        main=rows("main", pool_rows, config.head_dim),
+        index=rows("index", pool_rows, config.index_head_dim),
+        window=rows("window", layers, slots, config.sliding_window + max_drafts + 1, config.head_dim),
         pending=jnp.full((len(layout.ratios), slots, max_drafts + 2, 2 * config.head_dim), fill, jnp.float32),
         history=jnp.full((slots, lookback + max_drafts + 1), -1, jnp.int32),
         layout=layout,
     )
+
+
+def cache_format(name: str, numerics: Numerics) -> str | None:
+    """The released format in which ``main``, ``index`` or ``window`` is kept; None for plain floating point."""
+    kept = {
+        "main": ("fp4_16", numerics.main_entries_fp4),
+        "index": ("fp4_32", numerics.index_keys_fp4),
+        "window": ("fp8_32", numerics.window_keys_fp8),
+    }
+    form, packed = kept[name]
+    return form if packed else None
+
+
+def empty_cache(shape: tuple[int, ...], form: str | None, numerics: Numerics, fill: float = 0.0) -> Cache:
+    """Rows of a cache before anything was written; a ``fill`` of NaN poisons packed rows too."""
+    if form is not None:
+        return CachedRows.empty(shape, form, poisoned=fill != fill)
+    return encode(jnp.full(shape, fill, numerics.dtype), storage_dtype(numerics))
+
+
+def write_rows(cache: Cache, place: Any, values: Float[Array, "*batch channels"] | CachedRows) -> Cache:
+    """The cache with ``values`` at ``place``, an index of its leading axes; places out of range are dropped."""
+    if isinstance(cache, CachedRows):
+        packed = values if isinstance(values, CachedRows) else CachedRows.pack(values, cache.name)
+        return jax.tree.map(lambda plane, rows: plane.at[place].set(rows, mode="drop"), cache, packed)
+    return cache.at[place].set(encode(values, cache.dtype), mode="drop")
+
+
+def read_rows(cache: Cache, dtype: DTypeLike) -> Float[Array, "*batch channels"]:
+    """Rows taken from a cache, in floating point; released formats in ``dtype``, the others in their own."""
+    return cache.values(dtype) if isinstance(cache, CachedRows) else decode(cache)
+
+
+def take_rows(cache: Cache, rows: Int[Array, "*batch"], dtype: DTypeLike) -> Float[Array, "*batch channels"]:
+    """Rows of a pool by number, clipped to the last one."""
+    if isinstance(cache, CachedRows):
+        return cache.take(rows).values(dtype)
+    return decode(jnp.take(cache, rows, axis=0, mode="clip"))
 
 
 def storage_dtype(numerics: Numerics) -> jnp.dtype:

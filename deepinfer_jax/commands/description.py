@@ -92,8 +92,8 @@ def state_bytes(config: ModelConfig, numerics: Numerics) -> dict[str, int]:
     return {"bytes_per_token": pages // layout.block_tokens, "bytes_per_slot": rings}
 
 
-def _bytes(array: jax.ShapeDtypeStruct) -> int:
-    return array.size * array.dtype.itemsize
+def _bytes(cache: Any) -> int:
+    return sum(plane.size * plane.dtype.itemsize for plane in jax.tree.leaves(cache))
 
 
 def _layer(plan: LayerPlan) -> Document:

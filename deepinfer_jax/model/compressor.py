@@ -17,7 +17,8 @@ from deepinfer_jax.model.rope import rotation
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import KeySource, Number
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.quant import round_trip_fp4_16, round_trip_fp4_32
+from deepinfer_jax.quant import round_trip_fp4_32
+from pallas_kernels import CachedRows
 
 
 @struct.dataclass
@@ -68,12 +69,15 @@ def compress(
     latent = rms_norm(pooled, params.norm, config.rms_norm_eps)
     turn = rotation(config, True, rows.positions // ratio * ratio)
     entries = turn.apply(latent)
+    stored: Array | CachedRows = entries
     if numerics.main_entries_fp4:
-        entries = round_trip_fp4_16(entries)
+        # Packed here, once: small entries change when they are packed a second time.
+        packed = CachedRows.pack(entries, "fp4_16")
+        entries, stored = packed.values(inputs.dtype), packed
     index_keys = turn.apply(rms_norm(linear(latent, params.index_key), params.index_key_norm, config.rms_norm_eps))
     if numerics.index_keys_fp4:
         index_keys = round_trip_fp4_32(index_keys)
-    return source.store_entries(group, ratio, entries, index_keys, rows), entries, index_keys
+    return source.store_entries(group, ratio, stored, index_keys, rows), entries, index_keys
 
 
 def _pool_pairs(

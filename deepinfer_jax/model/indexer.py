@@ -98,7 +98,7 @@ def select(
         return index_selection(
             queries,
             weights,
-            source.index_keys(group, kind.ratio, rows, starts),
+            source.index_keys(group, kind.ratio, rows, starts, inputs.dtype),
             visible,
             top_k=config.index_topk,
             block_size=level.block_size if level else 0,
@@ -111,7 +111,7 @@ def select(
             values[part].reshape(tiles, tile_rows, *values.shape[1:])
             for values in (queries, weights, visible, selected.candidates)
         ]
-        keys = source.index_keys(group, kind.ratio, rows, starts)
+        keys = source.index_keys(group, kind.ratio, rows, starts, inputs.dtype)
         chosen = _in_groups(select_tiles, (starts, *split), _groups(tiles, keys.size))
         published = selected.candidates[part]
         if chosen.candidates is not None:

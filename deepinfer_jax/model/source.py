@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
-from deepinfer_jax.cache.state import State, decode, encode
+from deepinfer_jax.cache.state import State, read_rows, take_rows, write_rows
 from deepinfer_jax.model.rows import Rows, at_positions
+from pallas_kernels import CachedRows
 
 # A layer or group number: a Python int in unrolled execution, a traced scalar inside a scan over layers.
 Number = int | Int[Array, ""]
@@ -41,17 +42,22 @@ class KeySource(Protocol):
     def store_pending(self, group: Number, values: Array, rows: Rows) -> KeySource:
         """Keep this step's compressor values and gates."""
 
-    def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> KeySource:
+    def store_entries(
+        self, group: Number, ratio: int, entries: Array | CachedRows, index_keys: Array, rows: Rows
+    ) -> KeySource:
         """Keep the entries and index keys that rows completed; rows that complete none are ignored."""
 
     def index_keys(
-        self, group: Number, ratio: int, rows: Rows, request: Array
+        self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype
     ) -> Float[Array, "tiles entries index_dim"]:
-        """Index keys of each tile's request, in entry order; beyond the visible ones anything."""
+        """Index keys of each tile's request, in entry order; beyond the visible ones anything.
+
+        ``dtype`` is that of activations.
+        """
 
     def entry_rows(
         self, group: Number, ratio: int, rows: Rows, selection: Array
-    ) -> tuple[Shaped[Array, "pool_rows head_dim"], Int[Array, "rows selected"]]:
+    ) -> tuple[Shaped[Array, "pool_rows head_dim"] | CachedRows, Int[Array, "rows selected"]]:
         """A pool and the pool rows of selected entries, -1 for none."""
 
     def previous_ids(self, ids: Array, rows: Rows, back: int) -> Int[Array, "rows back"]:
@@ -94,12 +100,14 @@ class SequenceSource:
         del group, values, rows
         return self
 
-    def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> SequenceSource:
+    def store_entries(
+        self, group: Number, ratio: int, entries: Array | CachedRows, index_keys: Array, rows: Rows
+    ) -> SequenceSource:
         del group, ratio, rows
-        return dataclasses.replace(self, entries=entries, keys=index_keys)
+        return dataclasses.replace(self, entries=read_rows(entries, index_keys.dtype), keys=index_keys)
 
-    def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Array:
-        del group
+    def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype) -> Array:
+        del group, dtype
         completed = (jnp.arange(self.length // ratio, dtype=jnp.int32) + 1) * ratio - 1
         return self.keys[jnp.minimum(rows.first_row[request][:, None] + completed[None], self.keys.shape[0] - 1)]
 
@@ -131,7 +139,7 @@ class PagedSource:
     def window_keys(self, layer: Number, keys: Array, rows: Rows, request: Array, positions: Array) -> Array:
         values, present = at_positions(keys, rows, request, positions)
         ring = self.state.window.shape[2]
-        older = decode(self.state.window[layer, rows.slots[request][:, None], positions % ring])
+        older = read_rows(self.state.window[layer, rows.slots[request][:, None], positions % ring], keys.dtype)
         in_ring = self._in_ring(rows, request, positions, ring)
         values = jnp.where(present[..., None], values, older)
         return jnp.where((present | in_ring)[..., None], values, jnp.zeros((), values.dtype))
@@ -139,8 +147,7 @@ class PagedSource:
     def store_window(self, layer: Number, keys: Array, rows: Rows) -> PagedSource:
         window = self.state.window
         slots, places = self._ring_places(rows, window.shape[1], window.shape[2])
-        stored = window.at[layer, slots, places].set(encode(keys, window.dtype), mode="drop")
-        return self._with(window=stored)
+        return self._with(window=write_rows(window, (layer, slots, places), keys))
 
     def previous(self, group: Number, values: Array, rows: Rows) -> Array:
         pending = self.state.pending
@@ -154,23 +161,25 @@ class PagedSource:
         stored = pending.at[group, slots, places].set(values, mode="drop")
         return self._with(pending=stored)
 
-    def store_entries(self, group: Number, ratio: int, entries: Array, index_keys: Array, rows: Rows) -> PagedSource:
+    def store_entries(
+        self, group: Number, ratio: int, entries: Array | CachedRows, index_keys: Array, rows: Rows
+    ) -> PagedSource:
         state = self.state
         completes = rows.valid & ((rows.positions + 1) % ratio == 0)
         target = self._pool_rows(group, ratio, rows.slots[:, None], (rows.positions // ratio)[:, None])[:, 0]
         target = jnp.where(completes, target, state.main.shape[0])
         return self._with(
-            main=state.main.at[target].set(encode(entries, state.main.dtype), mode="drop"),
-            index=state.index.at[target].set(encode(index_keys, state.index.dtype), mode="drop"),
+            main=write_rows(state.main, target, entries),
+            index=write_rows(state.index, target, index_keys),
         )
 
-    def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array) -> Array:
+    def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype) -> Array:
         capacity = self.block_tables.shape[1] * (self.state.layout.block_tokens // ratio)
         entries = jnp.tile(jnp.arange(capacity, dtype=jnp.int32)[None], (request.shape[0], 1))
         pool_rows = self._pool_rows(group, ratio, rows.slots[request][:, None], entries)
-        return decode(jnp.take(self.state.index, pool_rows, axis=0, mode="clip"))
+        return take_rows(self.state.index, pool_rows, dtype)
 
-    def entry_rows(self, group: Number, ratio: int, rows: Rows, selection: Array) -> tuple[Array, Array]:
+    def entry_rows(self, group: Number, ratio: int, rows: Rows, selection: Array) -> tuple[Array | CachedRows, Array]:
         pool_rows = self._pool_rows(group, ratio, rows.slots[:, None], jnp.maximum(selection, 0))
         return self.state.main, jnp.where(selection >= 0, pool_rows, -1)
 

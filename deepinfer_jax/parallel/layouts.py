@@ -115,10 +115,14 @@ def _stacked_specs(specs: Model, config: ModelConfig) -> StackedLayers:
 
 def state_specs(state: State, layout: Layout) -> State:
     """Partition of the state: each device has its own slots and its own pools, addressed by device-local numbers."""
+
+    def planes(cache: Any, *axes: str | None) -> Any:
+        return jax.tree.map(lambda _: layout.spec(axes), cache)
+
     return State(
-        main=layout.spec(("pages", None)),
-        index=layout.spec(("pages", None)),
-        window=layout.spec((None, "slots", None, None)),
+        main=planes(state.main, "pages", None),
+        index=planes(state.index, "pages", None),
+        window=planes(state.window, None, "slots", None, None),
         pending=layout.spec((None, "slots", None, None)),
         history=layout.spec(("slots", None)),
         layout=state.layout,
