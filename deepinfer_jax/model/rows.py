@@ -78,6 +78,18 @@ class Rows:
         return groups
 
 
+@struct.dataclass
+class Kept:
+    """The rows of a step that run through the decoder layers: the end of each request's rows, or all of them.
+
+    ``index``: the number of each kept row among the step's rows, -1 for padding. ``rows``: the kept rows themselves, in
+    tiles of their own, with the floors that hold in decoder layers.
+    """
+
+    index: Int[Array, " kept"]
+    rows: Rows
+
+
 def sequence_rows(tokens: Int[Array, "sequences length"], tile_rows: int) -> Rows:
     """Whole sequences as rows: every sequence is a request of its own, padded to a multiple of ``tile_rows``.
 

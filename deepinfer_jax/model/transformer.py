@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.compressor import compress
 from deepinfer_jax.model.draft import DraftHead
 from deepinfer_jax.model.engram import Engram, compressed_ids, read_memory, table_rows
 from deepinfer_jax.model.exchange import LOCAL, Exchange
@@ -28,11 +29,11 @@ from deepinfer_jax.model.layer import (
 )
 from deepinfer_jax.model.linear import linear_float32, rms_norm
 from deepinfer_jax.model.params import Leaf, Parameter, Stored, matrix, norm, single
-from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.rows import Kept, Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.topology import Topology, topology
+from deepinfer_jax.topology import LayerPlan, Segment, Topology, topology
 from pallas_kernels import expand
 
 
@@ -106,6 +107,7 @@ def forward(
     config: ModelConfig,
     numerics: Numerics,
     exchange: Exchange = LOCAL,
+    kept: Kept | None = None,
 ) -> Output:
     """Run the backbone over a step's rows.
 
@@ -115,9 +117,11 @@ def forward(
       source: where keys of earlier tokens are found; its successor is in the output.
       config, numerics: static.
       exchange: how rows reach routed experts, token embeddings and Engram tables.
+      kept: the rows that run through the decoder layers; the others end with the entries that these layers read. None
+        runs all rows through all layers.
 
     Returns:
-      The output. Per-layer taps exist in unrolled form only, named as in the golden data; everything unread is dropped
+      The output, of the kept rows where there are such. Per-layer taps exist in unrolled form only, named as in the golden data; everything unread is dropped
       by the compiler.
     """
     plan = topology(config)
@@ -148,6 +152,11 @@ def forward(
             carry = dataclasses.replace(carry, streams=streams)
             name = f"layers.{segment.first_layer}"
             taps |= {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
+        if kept is not None and segment.first_layer == plan.encoder_layers:
+            first = _first_layer(params.layers, segment_number, segment)
+            carry = _keep(first, plan.layers[segment.first_layer], carry, rows, kept, config, numerics)
+            columns = None if columns is None else columns[jnp.maximum(kept.index, 0)]
+            rows = kept.rows
         if isinstance(params.layers, StackedLayers):
             runs = params.layers.segments[segment_number]
             carry = run_segment(runs, segment, plan, carry, rows, config, numerics, exchange)
@@ -160,6 +169,35 @@ def forward(
     taps["collapsed"] = collapsed
     hidden = rms_norm(collapsed, params.norm, config.rms_norm_eps)
     return Output(hidden, carry.draft_taps, carry.source, taps)
+
+
+def _keep(
+    params: Layer, plan: LayerPlan, carry: Carry, rows: Rows, kept: Kept, config: ModelConfig, numerics: Numerics
+) -> Carry:
+    """Store the entries of all rows that decoder layers read, and go on with the kept rows alone.
+
+    The first decoder layer computes the kept rows' entries once more: its ratio is 1, so they are the same.
+    """
+    assert plan.kind.ratio == 1
+    assert plan.group is not None
+    inputs = rms_norm(collapse(carry.streams, carry.pre), params.attention_mix.norm, config.rms_norm_eps)
+    source, _, _ = compress(
+        params.attention.compressor, inputs, plan.kind.ratio, plan.group, rows, carry.source, config, numerics
+    )
+    index = jnp.maximum(kept.index, 0)
+    return Carry(
+        streams=carry.streams[index],
+        pre=carry.pre[index],
+        selected=jax.tree.map(lambda leaf: leaf[index], carry.selected),
+        source=source,
+        draft_taps=carry.draft_taps[:, index],
+    )
+
+
+def _first_layer(layers: UnrolledLayers | StackedLayers, number: int, segment: Segment) -> Layer:
+    if isinstance(layers, UnrolledLayers):
+        return layers.layers[segment.first_layer]
+    return jax.tree.map(lambda leaf: leaf[0, 0], layers.segments[number][0])
 
 
 def _run_unrolled(
