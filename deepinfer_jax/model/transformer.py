@@ -121,8 +121,8 @@ def forward(
         runs all rows through all layers.
 
     Returns:
-      The output, of the kept rows where there are such. Per-layer taps exist in unrolled form only, named as in the golden data; everything unread is dropped
-      by the compiler.
+      The output, of the kept rows where there are such. Per-layer taps exist in unrolled form only, named as in the
+      golden data; everything unread is dropped by the compiler.
     """
     plan = topology(config)
     embeddings = embed(params, rows, numerics, exchange)
