@@ -59,7 +59,7 @@ def generate(
         while start < len(tokens):
             count = min(len(tokens) - start, PREFILL_ROWS)
             shape = StepShape(1) if count == 1 else StepShape(0, 1, PREFILL_ROWS)
-            batch, _ = pack([Chunk(0, start, tokens[start : start + count])], shape)
+            batch, *_ = pack([Chunk(0, start, tokens[start : start + count])], shape)
             start += count
             last = np.asarray([count - 1], np.int32)
             state, token = advance_and_sample(

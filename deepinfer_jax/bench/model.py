@@ -194,7 +194,7 @@ class ModelRun:
 
 def _packed(chunks: list[Chunk], shape: StepShape) -> tuple[Batch, np.ndarray]:
     """The packed step, and the row of every chunk's last token."""
-    batch, starts = pack(chunks, shape)
+    batch, starts, _ = pack(chunks, shape)
     return batch, np.asarray(
         [start + len(chunk.tokens) - 1 for start, chunk in zip(starts, chunks, strict=True)], np.int32
     )

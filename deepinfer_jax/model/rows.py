@@ -24,6 +24,7 @@ class Rows:
     slots: Int[Array, " rows"]
     positions: Int[Array, " rows"]
     floors: Int[Array, " rows"]  # lowest visible window position (bounded replay); 0 for exact computation
+    held: Int[Array, " rows"]  # entries of tokens below it are in the pages already and stay as they are
     image: Bool[Array, " rows"]  # any token of an image span: start, image, newline, end
     image_embeddings: Float[Array, "rows hidden"] | None  # replaces the token embedding where ``image``
     first_row: Int[Array, " rows"]  # index of the request's first row in this step
@@ -40,6 +41,7 @@ class Rows:
         floors: Int[Array, " rows"] | None = None,
         image: Bool[Array, " rows"] | None = None,
         image_embeddings: Float[Array, "rows hidden"] | None = None,
+        held: Int[Array, " rows"] | None = None,
     ) -> Rows:
         """Complete the step input: defaults for text rows, and where each row's request begins and ends."""
         count = tokens.shape[0]
@@ -52,6 +54,7 @@ class Rows:
             slots=slots,
             positions=positions,
             floors=jnp.zeros_like(positions) if floors is None else floors,
+            held=jnp.zeros_like(positions) if held is None else held,
             image=jnp.zeros((count,), bool) if image is None else image,
             image_embeddings=image_embeddings,
             first_row=jax.lax.cummax(jnp.where(begins, index, 0)),
@@ -88,6 +91,27 @@ class Kept:
 
     index: Int[Array, " kept"]
     rows: Rows
+
+    @classmethod
+    def of(
+        cls,
+        rows: Rows,
+        index: Int[Array, " kept"],
+        floors: Int[Array, " rows"],
+        tiles: tuple[TileShape, ...],
+    ) -> Kept:
+        """The rows with these numbers; ``floors`` are those of all rows in decoder layers."""
+        place = jnp.maximum(index, 0)
+        kept = Rows.of(
+            tokens=rows.tokens[place],
+            slots=jnp.where(index < 0, 0, rows.slots[place]),
+            positions=jnp.where(index < 0, -1, rows.positions[place]),
+            tiles=tiles,
+            floors=floors[place],
+            image=rows.image[place] & (index >= 0),
+            held=rows.held[place],
+        )
+        return cls(index, kept)
 
 
 def sequence_rows(tokens: Int[Array, "sequences length"], tile_rows: int) -> Rows:

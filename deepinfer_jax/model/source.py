@@ -165,7 +165,7 @@ class PagedSource:
         self, group: Number, ratio: int, entries: Array | CachedRows, index_keys: Array, rows: Rows
     ) -> PagedSource:
         state = self.state
-        completes = rows.valid & ((rows.positions + 1) % ratio == 0)
+        completes = rows.valid & ((rows.positions + 1) % ratio == 0) & (rows.positions >= rows.held)
         target = self._pool_rows(group, ratio, rows.slots[:, None], (rows.positions // ratio)[:, None])[:, 0]
         target = jnp.where(completes, target, state.main.shape[0])
         return self._with(

@@ -146,7 +146,7 @@ def random_schedule(seed):
 
 
 def run(state, chunks, tables=TABLES):
-    batch, _ = pack([Chunk(slot, start, [1] * count) for slot, start, count in chunks], SHAPE)
+    batch, *_ = pack([Chunk(slot, start, [1] * count) for slot, start, count in chunks], SHAPE)
     source, reads = paged_step(state, batch, tables)
     return source.state, jax.tree.map(np.asarray, reads), batch.to_rows()
 
@@ -224,7 +224,7 @@ def expected_places(name, chunks):
 
 def test_layer_and_group_numbers_may_be_traced():
     """Inside a scan over stacked layers they are arrays; nothing else changes."""
-    batch, _ = pack([Chunk(0, 0, [1] * 7), Chunk(2, 0, [1])], SHAPE)
+    batch, *_ = pack([Chunk(0, 0, [1] * 7), Chunk(2, 0, [1])], SHAPE)
     plain, reads = paged_step(nan_state(), batch, TABLES)
 
     @jax.jit

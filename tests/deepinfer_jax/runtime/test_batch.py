@@ -1,6 +1,5 @@
 """Packing chunks into a step: which rows they take, what stands in the rows, and what does not fit."""
 
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.runtime.batch import PADDING_POSITION, Batch, Chunk, StepShape, pack
+from deepinfer_jax.runtime.batch import PADDING_POSITION, Chunk, StepShape, pack
 
 SHAPE = StepShape(decode_rows=2, prefill_tiles=3, tile_rows=4)
-FIELDS = tuple(field.name for field in dataclasses.fields(Batch) if field.name != "tiles")
+FIELDS = ("tokens", "slots", "positions", "floors", "held", "image", "image_embeddings")
 
 
 def chunk(slot, start, count, **fields):
@@ -65,7 +64,7 @@ def test_a_shape_counts_its_rows_and_names_its_tile_groups(shape, rows, tiles):
 )
 def test_places(chunks, starts):
     """Single tokens take decode rows while there are any; everything else starts at a tile of its own."""
-    batch, got = pack(chunks, SHAPE)
+    batch, got, _ = pack(chunks, SHAPE)
     assert got == starts
     for item, start in zip(chunks, starts, strict=True):
         span = slice(start, start + len(item.tokens))
@@ -76,7 +75,7 @@ def test_places(chunks, starts):
 
 
 def test_padding_rows_are_zero_at_position_minus_one():
-    batch, _ = pack([chunk(2, 5, 2, floor=3)], SHAPE)
+    batch, *_ = pack([chunk(2, 5, 2, floor=3)], SHAPE)
     padding = np.ones(SHAPE.rows, bool)
     padding[2:4] = False
     for name in FIELDS[:-1]:
@@ -88,7 +87,7 @@ def test_padding_rows_are_zero_at_position_minus_one():
 
 def test_floors_and_image_types_are_those_of_the_chunks():
     image = np.array([True, False, True])
-    batch, _ = pack([chunk(0, 4, 3, floor=2, image=image), chunk(1, 8, 1, floor=7), chunk(2, 0, 1)], SHAPE)
+    batch, *_ = pack([chunk(0, 4, 3, floor=2, image=image), chunk(1, 8, 1, floor=7), chunk(2, 0, 1)], SHAPE)
     np.testing.assert_array_equal(batch.floors, [7, 0, 2, 2, 2, *[0] * 9])
     np.testing.assert_array_equal(np.flatnonzero(batch.image), [2, 4])
 
@@ -97,7 +96,7 @@ def test_floors_and_image_types_are_those_of_the_chunks():
 def test_image_embeddings_stand_at_the_rows_of_their_chunk(dtype):
     """Chunks without embeddings leave zeros; the dtype is the embeddings' own."""
     embeddings = np.arange(6, dtype=dtype).reshape(3, 2) + 1
-    batch, starts = pack(
+    batch, starts, _ = pack(
         [chunk(0, 0, 4), chunk(1, 0, 3, image=np.ones(3, bool), image_embeddings=embeddings)],
         SHAPE,
     )
@@ -109,7 +108,7 @@ def test_image_embeddings_stand_at_the_rows_of_their_chunk(dtype):
 
 @pytest.mark.parametrize("tokens", [[3, 4], (3, 4), range(3, 5)], ids=["list", "tuple", "range"])
 def test_tokens_of_any_sequence_become_int32(tokens):
-    batch, _ = pack([Chunk(1, 0, tokens)], SHAPE)
+    batch, *_ = pack([Chunk(1, 0, tokens)], SHAPE)
     np.testing.assert_array_equal(batch.tokens[2:4], [3, 4])
     for name in ("tokens", "slots", "positions", "floors"):
         assert getattr(batch, name).dtype == np.int32
@@ -146,9 +145,9 @@ def test_every_call_returns_fresh_arrays():
     """A dispatched step may still read its host arrays, so no call may hand out or write an earlier call's."""
     embeddings = np.ones((2, 3), np.float32)
     given = [chunk(0, 0, 2, image=np.ones(2, bool), image_embeddings=embeddings)]
-    first, _ = pack(given, SHAPE)
+    first, *_ = pack(given, SHAPE)
     kept = {name: getattr(first, name).copy() for name in FIELDS}
-    second, _ = pack(given, SHAPE)
+    second, *_ = pack(given, SHAPE)
     for name in FIELDS:
         assert not np.shares_memory(getattr(first, name), getattr(second, name)), name
         getattr(second, name)[:] = 1
@@ -161,7 +160,7 @@ def test_rows_of_a_batch():
     image = np.array([False, True, True, False, False])
     embeddings = np.arange(10, dtype=np.float32).reshape(5, 2)
     chunks = [chunk(1, 6, 5, floor=2, image=image, image_embeddings=embeddings), chunk(0, 3, 1)]
-    batch, _ = pack(chunks, SHAPE)
+    batch, *_ = pack(chunks, SHAPE)
     rows = batch.to_rows()
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(rows, name), getattr(batch, name), name)
@@ -182,7 +181,7 @@ def test_chunks_never_share_a_tile(counts):
     if tiles > SHAPE.prefill_tiles:
         assert "what fits" in refusal(chunks, SHAPE)
         return
-    batch, starts = pack(chunks, SHAPE)
+    batch, starts, _ = pack(chunks, SHAPE)
     owners = np.full(SHAPE.rows, -1)
     for number, (start, count) in enumerate(zip(starts, counts, strict=True)):
         assert (owners[start : start + count] == -1).all()

@@ -60,7 +60,7 @@ def test_logits_and_draft_inputs_are_the_golden_ones(form: str) -> None:
     logits, draft_inputs = [], []
     for start in (0, 15):
         chunk = Chunk(1, start, tokens[start : start + 16][: 15 if start == 0 else 16])
-        batch, _ = pack([chunk], SHAPE)
+        batch, *_ = pack([chunk], SHAPE)
         state, rows, taps = step(params, state, batch, tables)
         logits.append(np.asarray(rows)[: len(chunk.tokens)])
         draft_inputs.append(np.moveaxis(np.asarray(taps), 0, 1).reshape(SHAPE.rows, -1)[: len(chunk.tokens)])

@@ -67,7 +67,7 @@ class Runner:
 
     def run(self, chunks: list[Chunk], shape: StepShape = MIXED) -> list[np.ndarray]:
         """Run one step and return the logits of every chunk."""
-        batch, starts = pack(chunks, shape)
+        batch, starts, _ = pack(chunks, shape)
         self.state, logits = step(
             self.params, self.state, batch, self.tables, self.config, self.numerics, self.deterministic
         )
@@ -246,7 +246,7 @@ def test_replay_floor_narrows_the_window() -> None:
 def test_step_updates_its_pools_in_place() -> None:
     """The compiled module aliases every state buffer from input to output and copies none of the pools."""
     runner = Runner("f32", deterministic=False)
-    batch, _ = pack([Chunk(0, 0, tokens_of(1, 4))], MIXED)
+    batch, *_ = pack([Chunk(0, 0, tokens_of(1, 4))], MIXED)
     compiled = step.lower(
         runner.params, runner.state, batch, runner.tables, runner.config, runner.numerics, False
     ).compile()
