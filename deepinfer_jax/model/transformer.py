@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.compressor import compress
@@ -33,7 +33,7 @@ from deepinfer_jax.model.rows import Kept, Rows
 from deepinfer_jax.model.source import KeySource
 from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.topology import LayerPlan, Segment, Topology, topology
+from deepinfer_jax.topology import Segment, Topology, topology
 from pallas_kernels import expand
 
 
@@ -125,6 +125,40 @@ def forward(
       golden data; everything unread is dropped by the compiler.
     """
     plan = topology(config)
+    carry, columns, taps = _begin(params, rows, source, config, numerics, exchange)
+    if kept is None:
+        carry, taps = _run(params, plan, plan.segments, carry, columns, rows, taps, config, numerics, exchange)
+    else:
+        encoder, decoder = _sides(plan)
+        carry, taps = _run(params, plan, encoder, carry, columns, rows, taps, config, numerics, exchange)
+        carry = _keep(params, plan, carry, rows, kept, config, numerics)
+        columns = None if columns is None else columns[jnp.maximum(kept.index, 0)]
+        carry, taps = _run(params, plan, decoder, carry, columns, kept.rows, taps, config, numerics, exchange)
+    collapsed = collapse(carry.streams, carry.pre)
+    taps["collapsed"] = collapsed
+    hidden = rms_norm(collapsed, params.norm, config.rms_norm_eps)
+    return Output(hidden, carry.draft_taps, carry.source, taps)
+
+
+def encode(
+    params: Model,
+    rows: Rows,
+    source: KeySource,
+    config: ModelConfig,
+    numerics: Numerics,
+    exchange: Exchange = LOCAL,
+) -> KeySource:
+    """Run the encoder layers alone, and keep the entries of these rows that decoder layers read."""
+    plan = topology(config)
+    carry, columns, taps = _begin(params, rows, source, config, numerics, exchange)
+    carry, _ = _run(params, plan, _sides(plan)[0], carry, columns, rows, taps, config, numerics, exchange)
+    return _store_decoder_entries(params, plan, carry, rows, config, numerics)
+
+
+def _begin(
+    params: Model, rows: Rows, source: KeySource, config: ModelConfig, numerics: Numerics, exchange: Exchange
+) -> tuple[Carry, Int[Array, "rows memories columns"] | None, Taps]:
+    """The carry before the first layer, and the table rows that the Engram memories read."""
     embeddings = embed(params, rows, numerics, exchange)
     taps: Taps = {"embed_out": embeddings}
     columns = None
@@ -143,7 +177,28 @@ def forward(
         source=source,
         draft_taps=jnp.zeros((targets, count, config.hidden_size), numerics.dtype),
     )
-    for segment_number, segment in enumerate(plan.segments):
+    return carry, columns, taps
+
+
+def _sides(plan: Topology) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The segments of the encoder and those of the decoder."""
+    encoder = tuple(segment for segment in plan.segments if segment.first_layer < plan.encoder_layers)
+    return encoder, plan.segments[len(encoder) :]
+
+
+def _run(
+    params: Model,
+    plan: Topology,
+    segments: tuple[Segment, ...],
+    carry: Carry,
+    columns: Int[Array, "rows memories columns"] | None,
+    rows: Rows,
+    taps: Taps,
+    config: ModelConfig,
+    numerics: Numerics,
+    exchange: Exchange,
+) -> tuple[Carry, Taps]:
+    for segment in segments:
         if segment.engram is not None:
             assert columns is not None
             streams, gates = read_memory(
@@ -151,39 +206,26 @@ def forward(
             )
             carry = dataclasses.replace(carry, streams=streams)
             name = f"layers.{segment.first_layer}"
-            taps |= {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
-        if kept is not None and segment.first_layer == plan.encoder_layers:
-            first = _first_layer(params.layers, segment_number, segment)
-            carry = _keep(first, plan.layers[segment.first_layer], carry, rows, kept, config, numerics)
-            columns = None if columns is None else columns[jnp.maximum(kept.index, 0)]
-            rows = kept.rows
+            taps = taps | {f"{name}.streams_after_engram": streams, f"{name}.engram.gate": gates}
         if isinstance(params.layers, StackedLayers):
-            runs = params.layers.segments[segment_number]
+            runs = params.layers.segments[plan.segments.index(segment)]
             carry = run_segment(runs, segment, plan, carry, rows, config, numerics, exchange)
         else:
             carry, layer_taps = _run_unrolled(
                 params.layers, segment.layers, plan, carry, rows, config, numerics, exchange
             )
-            taps |= layer_taps
-    collapsed = collapse(carry.streams, carry.pre)
-    taps["collapsed"] = collapsed
-    hidden = rms_norm(collapsed, params.norm, config.rms_norm_eps)
-    return Output(hidden, carry.draft_taps, carry.source, taps)
+            taps = taps | layer_taps
+    return carry, taps
 
 
 def _keep(
-    params: Layer, plan: LayerPlan, carry: Carry, rows: Rows, kept: Kept, config: ModelConfig, numerics: Numerics
+    params: Model, plan: Topology, carry: Carry, rows: Rows, kept: Kept, config: ModelConfig, numerics: Numerics
 ) -> Carry:
     """Store the entries of all rows that decoder layers read, and go on with the kept rows alone.
 
     The first decoder layer computes the kept rows' entries once more: its ratio is 1, so they are the same.
     """
-    assert plan.kind.ratio == 1
-    assert plan.group is not None
-    inputs = rms_norm(collapse(carry.streams, carry.pre), params.attention_mix.norm, config.rms_norm_eps)
-    source, _, _ = compress(
-        params.attention.compressor, inputs, plan.kind.ratio, plan.group, rows, carry.source, config, numerics
-    )
+    source = _store_decoder_entries(params, plan, carry, rows, config, numerics)
     index = jnp.maximum(kept.index, 0)
     return Carry(
         streams=carry.streams[index],
@@ -194,10 +236,26 @@ def _keep(
     )
 
 
-def _first_layer(layers: UnrolledLayers | StackedLayers, number: int, segment: Segment) -> Layer:
+def _store_decoder_entries(
+    params: Model, plan: Topology, carry: Carry, rows: Rows, config: ModelConfig, numerics: Numerics
+) -> KeySource:
+    """The source with the entries of the first decoder layer, which all decoder layers read."""
+    layer = plan.layers[plan.encoder_layers]
+    weights = _first_decoder_layer(params.layers, plan)
+    assert layer.kind.ratio == 1
+    assert layer.group is not None
+    inputs = rms_norm(collapse(carry.streams, carry.pre), weights.attention_mix.norm, config.rms_norm_eps)
+    source, _, _ = compress(
+        weights.attention.compressor, inputs, layer.kind.ratio, layer.group, rows, carry.source, config, numerics
+    )
+    return source
+
+
+def _first_decoder_layer(layers: UnrolledLayers | StackedLayers, plan: Topology) -> Layer:
     if isinstance(layers, UnrolledLayers):
-        return layers.layers[segment.first_layer]
-    return jax.tree.map(lambda leaf: leaf[0, 0], layers.segments[number][0])
+        return layers.layers[plan.encoder_layers]
+    run = layers.segments[len(_sides(plan)[0])][0]
+    return jax.tree.map(lambda leaf: leaf[0, 0], run)
 
 
 def _run_unrolled(

@@ -75,8 +75,9 @@ class Choices:
 
     ``slots``, ``positions`` (of the sampled tokens), ``seeds`` ``[rows 2]``, ``temperatures``, ``top_k`` (0 for all),
     ``top_p``, ``min_p``; ``presence``, ``frequency`` and ``repetition`` penalties; ``biased`` ``[rows biases]`` token
-    ids with their ``biases``; ``banned`` ``[rows bans]`` token ids that must not come. -1 is no id. ``counted``:
-    whether the slot's counts learn the sampled token; padding rows are not counted.
+    ids with their ``biases``; ``banned`` ``[rows bans]`` token ids that must not come. -1 is no id. ``reported``:
+    whether log-probabilities are asked for. ``counted``: whether the slot's counts learn the sampled token; padding rows
+    are not counted.
     """
 
     slots: Any
@@ -92,6 +93,7 @@ class Choices:
     biased: Any
     biases: Any
     banned: Any
+    reported: Any
     counted: Any
 
 
@@ -99,7 +101,8 @@ class Choices:
 class Sampled:
     """Tokens, the log-probability of each under the raw scores, and the likeliest ones with theirs.
 
-    ``finite``: whether the row's scores hold no NaN and no infinity; a row that fails it has no meaning.
+    Log-probabilities are zero unless some row of the step asks for them. ``finite``: whether the row's scores hold no
+    NaN and no infinity; a row that fails it has no meaning.
     """
 
     tokens: Int[Array, " rows"]
@@ -109,10 +112,8 @@ class Sampled:
     finite: Bool[Array, " rows"]
 
 
-def choose(
-    logits: Float[Array, "rows vocabulary"], choices: Choices, counts: Counts, *, most: int
-) -> tuple[Sampled, Counts]:
-    """Process the scores, choose one token per row, and count it.
+def choose(logits: Float[Array, "rows vocabulary"], choices: Choices, counts: Counts, *, most: int) -> Sampled:
+    """Process the scores and choose one token per row.
 
     ``most`` is static: how many of the likeliest tokens are reported. The lowest id wins exact ties.
     """
@@ -125,17 +126,27 @@ def choose(
 
     scores = jax.lax.cond(jnp.any(warm), noisy, lambda scores: scores, scores)
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    rows = logits.shape[0]
+    nothing = (jnp.zeros(rows), jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most)))
+    logprobs, top_tokens, top_logprobs = jax.lax.cond(
+        jnp.any(choices.reported), lambda: report(logits, tokens, most), lambda: nothing
+    )
+    return Sampled(tokens, logprobs, top_tokens, top_logprobs, jnp.isfinite(logits).all(axis=-1))
+
+
+def report(
+    logits: Float[Array, "rows vocabulary"], tokens: Int[Array, " rows"], most: int
+) -> tuple[Float[Array, " rows"], Int[Array, "rows most"], Float[Array, "rows most"]]:
+    """Log-probability of one token per row under the raw scores, and the ``most`` likeliest tokens with theirs."""
     raw = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = jax.lax.top_k(raw, most)
-    sampled = Sampled(
-        tokens=tokens,
-        logprobs=jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0],
-        top_tokens=top_tokens.astype(jnp.int32),
-        top_logprobs=top_logprobs,
-        finite=jnp.isfinite(logits).all(axis=-1),
-    )
+    return jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0], top_tokens.astype(jnp.int32), top_logprobs
+
+
+def counted(counts: Counts, choices: Choices, tokens: Int[Array, " rows"]) -> Counts:
+    """The counts after every row's token."""
     rows = jnp.where(choices.counted, choices.slots, counts.generated.shape[0])
-    return sampled, dataclasses.replace(counts, generated=counts.generated.at[rows, tokens].add(1, mode="drop"))
+    return dataclasses.replace(counts, generated=counts.generated.at[rows, tokens].add(1, mode="drop"))
 
 
 def penalised(

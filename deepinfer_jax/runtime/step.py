@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.draft import context_keys, store_context
 from deepinfer_jax.model.exchange import LOCAL, Exchange
-from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.rows import Kept, Rows
 from deepinfer_jax.model.source import PagedSource
-from deepinfer_jax.model.transformer import Model, forward, logits
+from deepinfer_jax.model.transformer import Model, encode, forward, logits
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.runtime.batch import Batch
-from deepinfer_jax.runtime.sampler import sample
+from deepinfer_jax.runtime.sampler import Choices, Counts, Sampled, choose, counted, report, sample
 
 DETERMINISTIC_ROWS = 8
 
 
 @struct.dataclass
 class Advanced:
-    """Result of a step: the successor state, and per row the final hidden state and the draft taps."""
+    """Result of a step: the successor state, and per row that ran through all layers its hidden state and draft taps."""
 
     state: State
     hidden: Float[Array, "rows hidden"]
@@ -47,6 +49,7 @@ def advance(
     config: ModelConfig,
     numerics: Numerics,
     *,
+    kept: Kept | None = None,
     deterministic: bool = False,
     exchange: Exchange = LOCAL,
 ) -> Advanced:
@@ -58,11 +61,97 @@ def advance(
       rows: the step's rows.
       block_tables: each slot's blocks in token order, covering every position of the rows.
       config, numerics, deterministic: static.
+      kept: the rows that run through the decoder layers; None for all.
       exchange: how rows reach parameters that are spread over devices.
     """
     if not deterministic:
-        return _advance(params, state, rows, block_tables, config, numerics, exchange)
-    return _advance_in_tiles(params, state, rows, block_tables, config, numerics, exchange)
+        return _advance(params, state, rows, kept, block_tables, config, numerics, exchange)
+    return _advance_in_tiles(params, state, rows, kept, block_tables, config, numerics, exchange)
+
+
+@struct.dataclass
+class StepInput:
+    """What a step runs: its rows, the blocks of every slot, and behind which rows to sample.
+
+    ``block_tables`` int32 ``[slots blocks]``; ``samples`` int32 ``[samples]``, numbers among the rows that run through
+    all layers.
+    """
+
+    batch: Batch
+    block_tables: Any
+    samples: Any
+
+
+def forward_step(
+    params: Model,
+    state: State,
+    step: StepInput,
+    previous: Int[Array, " sampled"],
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    deterministic: bool = False,
+    exchange: Exchange = LOCAL,
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"]]:
+    """First half of a step: the rows' state, the hidden states to sample behind, and those of all kept rows.
+
+    ``previous`` are the tokens that the step before sampled.
+    """
+    rows = step.batch.to_rows(previous)
+    kept = step.batch.to_kept(rows)
+    tables = jnp.asarray(step.block_tables)
+    advanced = advance(
+        params, state, rows, tables, config, numerics, kept=kept, deterministic=deterministic, exchange=exchange
+    )
+    return advanced.state, advanced.hidden[jnp.asarray(step.samples)], advanced.hidden
+
+
+def sample_step(
+    params: Model,
+    hidden: Float[Array, "samples hidden"],
+    choices: Choices,
+    counts: Counts,
+    *,
+    most: int,
+    places: int,
+    deterministic: bool = False,
+    head: Callable[[Model, Array], Array] = logits,
+) -> tuple[Sampled, Counts, Int[Array, " places"]]:
+    """Second half of a step: one token behind each hidden state.
+
+    Args:
+      params, hidden, choices, counts: see :func:`deepinfer_jax.runtime.sampler.choose`; donate the counts.
+      most: likeliest tokens that are reported.
+      places: length of the tokens as the next step takes them, whatever its shape.
+      deterministic: a few rows at a time.
+      head: the output head; another one where it is spread over devices.
+
+    Returns:
+      What was sampled, the counts after it, and the tokens in ``places`` places.
+    """
+    choices = jax.tree.map(jnp.asarray, choices)
+    if deterministic:
+        sampled = _by_tiles(lambda part: choose(head(params, part[0]), part[1], counts, most=most), (hidden, choices))
+    else:
+        sampled = choose(head(params, hidden), choices, counts, most=most)
+    counts = counted(counts, choices, sampled.tokens)
+    return sampled, counts, jnp.pad(sampled.tokens, (0, places - sampled.tokens.shape[0]))
+
+
+def score_step(
+    params: Model,
+    hidden: Float[Array, "rows hidden"],
+    targets: Int[Array, " rows"],
+    *,
+    most: int,
+    deterministic: bool = False,
+    head: Callable[[Model, Array], Array] = logits,
+) -> tuple[Float[Array, " rows"], Int[Array, "rows most"], Float[Array, "rows most"]]:
+    """Log-probability of a given token behind every row, and the ``most`` likeliest ones; for prompts."""
+    targets = jnp.asarray(targets)
+    if deterministic:
+        return _by_tiles(lambda part: report(head(params, part[0]), part[1], most), (hidden, targets))
+    return report(head(params, hidden), targets, most)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("state",))
@@ -89,29 +178,38 @@ def row_logits(
     params: Model, hidden: Float[Array, "rows hidden"], *, deterministic: bool = False
 ) -> Float[Array, "rows vocabulary"]:
     """Logits of some rows, float32; deterministic execution multiplies a fixed number of rows at a time."""
-    if not deterministic:
-        return logits(params, hidden)
-    count, width = hidden.shape
+    return _by_tiles(lambda tile: logits(params, tile), hidden) if deterministic else logits(params, hidden)
+
+
+def _by_tiles(function: Callable[[Any], Any], rows: Any) -> Any:
+    """``function`` over trees with a leading axis of rows, a fixed number of rows at a time."""
+    count = jax.tree.leaves(rows)[0].shape[0]
     tiles = -(-count // DETERMINISTIC_ROWS)
-    padded = jnp.pad(hidden, ((0, tiles * DETERMINISTIC_ROWS - count), (0, 0)))
-    tiled = jax.lax.map(lambda tile: logits(params, tile), padded.reshape(tiles, DETERMINISTIC_ROWS, width))
-    return tiled.reshape(tiles * DETERMINISTIC_ROWS, -1)[:count]
+
+    def tiled(leaf: Array) -> Array:
+        pad = ((0, tiles * DETERMINISTIC_ROWS - count), *((0, 0),) * (leaf.ndim - 1))
+        return jnp.pad(leaf, pad).reshape(tiles, DETERMINISTIC_ROWS, *leaf.shape[1:])
+
+    done = jax.lax.map(function, jax.tree.map(tiled, rows))
+    return jax.tree.map(lambda leaf: leaf.reshape(tiles * DETERMINISTIC_ROWS, *leaf.shape[2:])[:count], done)
 
 
 def _advance(
     params: Model,
     state: State,
     rows: Rows,
+    kept: Kept | None,
     block_tables: Int[Array, "slots blocks"],
     config: ModelConfig,
     numerics: Numerics,
     exchange: Exchange,
 ) -> Advanced:
-    output = forward(params, rows, PagedSource(state, block_tables), config, numerics, exchange)
+    output = forward(params, rows, PagedSource(state, block_tables), config, numerics, exchange, kept)
     source = output.source
     if params.draft is not None:
-        keys = context_keys(params.draft, output.draft_taps, rows, config, numerics)
-        source = store_context(keys, rows, source, config)
+        ends = rows if kept is None else kept.rows
+        keys = context_keys(params.draft, output.draft_taps, ends, config, numerics)
+        source = store_context(keys, ends, source, config)
     assert isinstance(source, PagedSource)
     return Advanced(source.state, output.hidden, output.draft_taps)
 
@@ -120,24 +218,43 @@ def _advance_in_tiles(
     params: Model,
     state: State,
     rows: Rows,
+    kept: Kept | None,
     block_tables: Int[Array, "slots blocks"],
     config: ModelConfig,
     numerics: Numerics,
     exchange: Exchange,
 ) -> Advanced:
+    """A tile without kept rows ends before the decoder layers; in any other all rows go on, as the loop body is one."""
     count = rows.tokens.shape[0]
     tiles = -(-count // DETERMINISTIC_ROWS)
+    keeping = _Keeping.of(rows, kept, tiles * DETERMINISTIC_ROWS)
     padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
     used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
     targets = len(config.draft.target_layer_ids) if config.draft else 0
 
     def one_tile(tile: Array, carry: Advanced) -> Advanced:
         start = tile * DETERMINISTIC_ROWS
-        part = _advance(params, carry.state, _tile_rows(padded, start), block_tables, config, numerics, exchange)
+        part = _tile_rows(padded, start)
+
+        def through(state: State) -> tuple[State, Array, Array]:
+            ends = None if keeping is None else keeping.tile(part, start)
+            done = _advance(params, state, part, ends, block_tables, config, numerics, exchange)
+            return done.state, done.hidden, done.draft_taps
+
+        def encoder_only(state: State) -> tuple[State, Array, Array]:
+            source = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
+            assert isinstance(source, PagedSource)
+            nothing = jnp.zeros((DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype)
+            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype)
+
+        if keeping is None:
+            state, hidden, draft_taps = through(carry.state)
+        else:
+            state, hidden, draft_taps = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
         return Advanced(
-            state=part.state,
-            hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, part.hidden, start, 0),
-            draft_taps=jax.lax.dynamic_update_slice_in_dim(carry.draft_taps, part.draft_taps, start, 1),
+            state=state,
+            hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, hidden, start, 0),
+            draft_taps=jax.lax.dynamic_update_slice_in_dim(carry.draft_taps, draft_taps, start, 1),
         )
 
     initial = Advanced(
@@ -146,7 +263,39 @@ def _advance_in_tiles(
         draft_taps=jnp.zeros((targets, tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
     )
     done = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
-    return Advanced(done.state, done.hidden[:count], done.draft_taps[:, :count])
+    ends = jnp.arange(count) if kept is None else jnp.maximum(kept.index, 0)
+    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends])
+
+
+@struct.dataclass
+class _Keeping:
+    """Per row of a step: whether it runs through the decoder layers, and the lowest window position it sees there."""
+
+    rows: Bool[Array, " rows"]
+    floors: Int[Array, " rows"]
+
+    @classmethod
+    def of(cls, rows: Rows, kept: Kept | None, count: int) -> _Keeping | None:
+        """``count``: rows with padding."""
+        if kept is None:
+            return None
+        # Padding of the kept rows goes out of range, which drops it.
+        place = jnp.where(kept.rows.valid, kept.index, count)
+        return cls(
+            jnp.zeros(count, bool).at[place].set(True, mode="drop"),
+            jnp.zeros(count, jnp.int32).at[place].set(kept.rows.floors, mode="drop"),
+        )
+
+    def any(self, start: Array) -> Array:
+        """Whether the tile that begins at row ``start`` has kept rows."""
+        return jnp.any(jax.lax.dynamic_slice_in_dim(self.rows, start, DETERMINISTIC_ROWS, 0))
+
+    def tile(self, rows: Rows, start: Array) -> Kept:
+        """The kept rows of a tile; the others are padding in it."""
+        kept = jax.lax.dynamic_slice_in_dim(self.rows, start, DETERMINISTIC_ROWS, 0)
+        floors = jax.lax.dynamic_slice_in_dim(self.floors, start, DETERMINISTIC_ROWS, 0)
+        index = jnp.where(kept, jnp.arange(DETERMINISTIC_ROWS, dtype=jnp.int32), -1)
+        return Kept.of(rows, index, floors, ((DETERMINISTIC_ROWS, 1),))
 
 
 def _padded(rows: Rows, count: int) -> Rows:
@@ -174,4 +323,5 @@ def _tile_rows(rows: Rows, start: Array) -> Rows:
         part.floors,
         part.image,
         part.image_embeddings,
+        part.held,
     )
