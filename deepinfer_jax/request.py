@@ -1,4 +1,4 @@
-"""What a caller asks for: sampling parameters, checked before anything is queued."""
+"""What a caller asks for, checked before anything is queued, and what comes back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
@@ -13,8 +14,25 @@ from deepinfer_jax.errors import InputError
 LARGEST_SEED = (1 << 64) - 1
 MOST_LOGPROBS = 20
 MOST_BRANCHES = 128
+MOST_BIASES = 128
+MOST_STOP_IDS = 16  # with the model's end token
 LARGEST_BIAS = 100.0
 LARGEST_PENALTY = 2.0
+
+
+def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    accepted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise InputError(name, value, accepted)
+
+
+def _check_number(name: str, value: object, least: float, most: float, *, above: bool = False) -> None:
+    """``above``: ``least`` itself is refused."""
+    accepted = f"a number {'above' if above else 'from'} {least:g} to {most:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(name, value, accepted)
+    if not least <= value <= most or (above and value == least):
+        raise InputError(name, value, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +89,10 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -LARGEST_PENALTY, LARGEST_PENALTY)
         _check_number("frequency_penalty", self.frequency_penalty, -LARGEST_PENALTY, LARGEST_PENALTY)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        if len(self.logit_bias) > MOST_BIASES:
+            raise InputError("logit_bias", f"{len(self.logit_bias)} tokens", f"at most {MOST_BIASES}")
+        if len(self.stop_ids) >= MOST_STOP_IDS:
+            raise InputError("stop_ids", f"{len(self.stop_ids)} tokens", f"at most {MOST_STOP_IDS - 1}")
         for token, bias in self.logit_bias.items():
             _check_number(f"logit_bias[{token}]", bias, -LARGEST_BIAS, LARGEST_BIAS)
         if any(not text for text in self.stop):
@@ -84,6 +106,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 0, MOST_LOGPROBS)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens seen so far change the scores."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check(self, prompt: Sequence[int], config: ModelConfig) -> None:
         """Check the request against a model.
@@ -107,16 +134,98 @@ class SamplingParams:
             raise InputError("prompt and new tokens", total, limit, "shorten the prompt or ask for fewer tokens")
 
 
-def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    accepted = f"a whole number, {least} or more" if most is None else f"a whole number, {least} to {most}"
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise InputError(name, value, accepted)
+@dataclasses.dataclass(frozen=True)
+class ImageSpan:
+    """An image in a prompt: positions ``start`` to ``stop``, what identifies it, and its embeddings.
+
+    ``embeddings``: float ``[stop - start, hidden]``.
+    """
+
+    start: int
+    stop: int
+    digest: bytes
+    embeddings: Any = dataclasses.field(repr=False, compare=False)
 
 
-def _check_number(name: str, value: object, least: float, most: float, *, above: bool = False) -> None:
-    """``above``: ``least`` itself is refused."""
-    accepted = f"a number {'above' if above else 'from'} {least:g} to {most:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise InputError(name, value, accepted)
-    if not least <= value <= most or (above and value == least):
-        raise InputError(name, value, accepted)
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt and how it is answered.
+
+    Attributes:
+        prompt: token ids.
+        params: sampling parameters.
+        priority: higher ones come first.
+        deadline: seconds after arrival at which the request ends unfinished; None has no end.
+        salt: requests share cached prefixes only with those of the same salt.
+        images: spans of the prompt that are images, in order.
+        read_cache: whether cached prefixes may serve it. Prompt log-probabilities never use any.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    priority: int = 0
+    deadline: float | None = None
+    salt: bytes = b""
+    images: tuple[ImageSpan, ...] = ()
+    read_cache: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """Log-probability of a token under the raw scores, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Receipt:
+    """What was done for a request; it answers why an output differs from another.
+
+    Attributes:
+        seed: of the branch, given or drawn.
+        hit_tokens: prompt tokens found in device pages or the store, ``stored_tokens`` of them in the store.
+        replays: hit lengths of the bounded replays that its state descends from; () is exact.
+        computed_tokens: rows that were run.
+        replayed_tokens: those among them whose pages were held already.
+        preemptions: how often it gave way.
+        fingerprint: of the state.
+    """
+
+    seed: int
+    hit_tokens: int
+    stored_tokens: int
+    replays: tuple[int, ...]
+    computed_tokens: int
+    replayed_tokens: int
+    preemptions: int
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """News of one branch of a request: what came with one step.
+
+    Attributes:
+        request_id, branch: whose news.
+        tokens: new tokens; one that ended the answer is not among them.
+        text: new text, where the engine has a tokenizer.
+        logprobs: of the new tokens, where asked for.
+        prompt_logprobs: of the prompt's tokens from the second on; once, with the first news.
+        finish_reason: ``stop``, ``length``, ``abort``, ``deadline`` or ``error``; None while it goes on.
+        matched: the stop string or token id that ended it.
+        error: what went wrong, with reason ``error``.
+        receipt: with the last news.
+    """
+
+    request_id: int
+    branch: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] | None = None
+    finish_reason: str | None = None
+    matched: str | int | None = None
+    error: str | None = None
+    receipt: Receipt | None = None

@@ -51,7 +51,10 @@ class Running:
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """A request without a slot: how many blocks it needs to start, and how often others passed it."""
+    """A request without a slot: how many blocks it needs to start, and how often others passed it.
+
+    ``shard``: the only one it can go to; None for any.
+    """
 
     id: int
     blocks: int
@@ -59,6 +62,7 @@ class Waiting:
     arrival: int
     priority: int = 0
     passed: int = 0
+    shard: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +162,7 @@ def place(request: Waiting, shards: Mapping[int, Shard]) -> int | None:
     fitting = {
         number: shard
         for number, shard in shards.items()
-        if shard.free_slots > 0 and shard.free_blocks >= request.blocks
+        if shard.free_slots > 0 and shard.free_blocks >= request.blocks and request.shard in (None, number)
     }
     if not fitting:
         return None

@@ -1,0 +1,294 @@
+"""The engine: many requests at once over one device state, the host one step ahead of the device.
+
+One turn of the loop plans and dispatches step N + 1, then reads step N. The host therefore corrects its books one step
+late: a request that turns out to have ended runs one more row, whose result nobody uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+from deepinfer_jax.admission import Admissions
+from deepinfer_jax.assembly import Assembled, Part, assemble
+from deepinfer_jax.books import Books
+from deepinfer_jax.checkpoints import Checkpoints
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.errors import InputError, OverloadError
+from deepinfer_jax.metrics import Metrics
+from deepinfer_jax.preemption import recomputes, suspend
+from deepinfer_jax.recorder import Recorder
+from deepinfer_jax.request import Output, Request
+from deepinfer_jax.results import Results, StepRecord
+from deepinfer_jax.runtime.batch import StepShape
+from deepinfer_jax.runtime.choices import ChoiceTable
+from deepinfer_jax.runtime.device import Device
+from deepinfer_jax.scheduler import Room, Running, plan_step, victim
+from deepinfer_jax.sequence import Sequence, branch_seed
+from deepinfer_jax.settings import EngineSettings
+from deepinfer_jax.text.stop_strings import StopMatcher
+from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
+
+_SEED_BITS = 63
+
+
+class Engine:
+    """Requests in, news of them out. Not safe for use from several threads; see :mod:`deepinfer_jax.async_engine`."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        settings: EngineSettings,
+        *,
+        blocks: int,
+        fingerprint: bytes,
+        costs: Mapping[StepShape, float],
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use :func:`deepinfer_jax.engine_build.build_engine`, which makes all of this from a model.
+
+        Args:
+          device: warmed up.
+          config, settings: of the model and of the engine.
+          blocks: of each shard's pools.
+          fingerprint: of the state.
+          costs: seconds of each step shape.
+          tokenizer: for texts and stop strings.
+          clock: seconds, steady.
+        """
+        self.config, self.settings = config, settings
+        self.metrics, self.recorder = Metrics(), Recorder(settings.recorded_steps)
+        self.books = Books(
+            slots=settings.slots,
+            blocks=blocks,
+            block_tokens=settings.block_tokens,
+            tables_width=settings.tables_width(config),
+            n_shards=settings.n_shards,
+            fingerprint=fingerprint,
+        )
+        self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
+        self._table = ChoiceTable(settings.n_shards * settings.slots)
+        self._checkpoints = Checkpoints(settings.window_checkpoints)
+        self._admissions = Admissions(
+            device, self.books, self._table, self._checkpoints, config, settings, self.metrics
+        )
+        self._results = Results(device, self.books, self._checkpoints, settings, self.metrics, fingerprint.hex(), clock)
+        self._running: dict[int, Sequence] = {}
+        self._ids, self._requests = itertools.count(), itertools.count()
+        self._flying: StepRecord | None = None
+        self._steps = 0
+
+    # Requests.
+
+    def submit(self, request: Request) -> int:
+        """Queue a request. Returns its number, which its news carry.
+
+        Raises:
+          InputError: the request cannot be served by this model or engine.
+          OverloadError: too many requests wait.
+        """
+        self.check(request)
+        params = request.params
+        if self._admissions.count + params.n > self.settings.max_waiting:
+            accepted = f"at most max_waiting {self.settings.max_waiting}"
+            raise OverloadError("waiting requests", self._admissions.count + params.n, accepted, "try again later")
+        number, now = next(self._requests), self._clock()
+        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+        ends = params.stop_ids if params.ignore_eos else params.stop_ids | {self.config.eos_token_id}
+        branches = []
+        for branch in range(params.n):
+            sequence = Sequence(
+                id=next(self._ids),
+                request_id=number,
+                branch=branch,
+                request=request,
+                seed=branch_seed(seed, branch),
+                arrival=now,
+                ends=frozenset(ends),
+                tokens=list(request.prompt),
+            )
+            if self._tokenizer is not None:
+                sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
+            branches.append(sequence)
+        self._admissions.add(branches)
+        return number
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served, before anything is queued.
+
+        Raises:
+          InputError: names the value and what is accepted.
+        """
+        params = request.params
+        params.check(request.prompt, self.config)
+        if params.stop and self._tokenizer is None:
+            raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
+        total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
+        if total > most:
+            raise InputError("prompt and new tokens", total, f"at most max_context {most}", "ask for fewer tokens")
+        if self.books.blocks_for(total) > self.books.pool.blocks:
+            room = self.books.pool.blocks * self.settings.block_tokens
+            raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")
+        if request.deadline is not None and not request.deadline > 0:
+            raise InputError("deadline", request.deadline, "seconds above 0")
+        if request.images and self.config.vision is None:
+            raise InputError("images", len(request.images), "none, as this model has no vision")
+        for span in request.images:
+            if not 0 <= span.start < span.stop <= len(request.prompt):
+                raise InputError("image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}")
+
+    def abort(self, request_id: int, reason: str = "abort") -> None:
+        """End all branches of a request, wherever they are; their last news come with the next step."""
+        for sequence in [*self._admissions.sequences(), *self._running.values()]:
+            if sequence.request_id == request_id and sequence.finish_reason is None:
+                self._end(sequence, reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits, runs or is on its way."""
+        return bool(self._admissions.count or self._running or self._flying or self._results.pending)
+
+    # The loop.
+
+    def step(self) -> list[Output]:
+        """One turn: dispatch the next step, then read the one before. Returns what became known."""
+        begin = time.thread_time()
+        self._expire()
+        for sequence in self._admissions.admit(self._running.values()):
+            self._running[sequence.id] = sequence
+        assembled = self._plan()
+        following = None if assembled is None else self._dispatch(assembled)
+        if self._flying is not None:
+            self.recorder.read(self._flying.number, self._results.take(self._flying))
+        self._flying = following
+        for sequence in self._results.ended():
+            self._leave(sequence)
+        self._admissions.settle()
+        self._observe(time.thread_time() - begin)
+        return self._results.news()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in [*self._admissions.sequences(), *self._running.values()]:
+            deadline = sequence.request.deadline
+            if deadline is not None and now - sequence.arrival > deadline and sequence.finish_reason is None:
+                self._end(sequence, "deadline")
+
+    def _plan(self) -> Assembled | None:
+        self._make_room()
+        running = [
+            Running(
+                sequence.id,
+                sequence.shard,
+                sequence.computed,
+                max(sequence.length, sequence.computed),
+                sequence.served,
+                sequence.request.priority,
+            )
+            for sequence in self._running.values()
+            if sequence.wants_step
+        ]
+        settings = self.settings
+        room = Room(settings.decode_rows[-1], settings.prefill_tiles[-1], settings.rows_per_tile)
+        parts = [self._part(self._running[piece.id], piece.start, piece.count) for piece in plan_step(running, room)]
+        if not parts:
+            return None
+        return assemble(
+            parts,
+            self._device.shapes,
+            self.books,
+            self._table,
+            narrowed=settings.replay.decoder != "off",
+            embedded=self._device.embedded,
+        )
+
+    @staticmethod
+    def _part(sequence: Sequence, start: int, count: int) -> Part:
+        last = start + count == sequence.length
+        return Part(sequence, start, count, last and sequence.generated < sequence.request.params.max_tokens)
+
+    def _make_room(self) -> None:
+        """Blocks for every running sequence's next row; where there are none, one gives way."""
+        order = sorted(self._running.values(), key=lambda sequence: (-sequence.request.priority, sequence.id))
+        for sequence in order:
+            while sequence.wants_step and not self.books.grow(sequence, sequence.length):
+                rivals = [
+                    Running(other.id, other.shard, other.computed, other.length, other.served, other.request.priority)
+                    for other in self._running.values()
+                    if other.finish_reason is None
+                ]
+                loser = victim(rivals, sequence.shard)
+                assert loser is not None
+                self._preempt(self._running[loser.id])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        settings = self.settings
+        if recomputes(sequence, settings.replay, settings.preemption, *self._rates()):
+            sequence.computed = sequence.confirmed = 0
+            way = "recompute"
+        else:
+            sequence.suspended = suspend(sequence, self._device, self.books)
+            way = "snapshot"
+        sequence.preemptions += 1
+        self.metrics.preemptions.labels(way).inc()
+        self._unseat(sequence)
+        del self._running[sequence.id]
+        self._admissions.return_to(sequence)
+
+    def _rates(self) -> tuple[float, float]:
+        """Seconds of a prefill row, and of a block's way to the host and back."""
+        prefill = max(self._costs, key=lambda shape: shape.rows)
+        return self._costs[prefill] / prefill.rows, self._device.block_seconds
+
+    def _dispatch(self, assembled: Assembled) -> StepRecord:
+        self._steps += 1
+        self.recorder.dispatched(self._steps, assembled.shape, assembled.step, assembled.choices)
+        flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
+        record = StepRecord(self._steps, assembled, flight)
+        self._results.prepare(record)
+        for entry in assembled.entries:
+            sequence = entry.sequence
+            sequence.computed, sequence.served = entry.start + entry.count, self._steps
+            sequence.on_way, sequence.source = int(entry.place is not None), entry.source
+            self._admissions.passed(sequence)
+        self.metrics.steps.inc()
+        return record
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        self._results.end(sequence, reason)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back everything of a sequence that ended."""
+        self._admissions.drop(sequence)
+        if sequence.slot is not None:
+            self._unseat(sequence)
+        self._running.pop(sequence.id, None)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        slot, freed = self.books.unseat(sequence)
+        if self.settings.poison:
+            self._device.poison(freed, [slot])
+
+    def _observe(self, host_seconds: float) -> None:
+        metrics = self.metrics
+        metrics.host_seconds.observe(host_seconds)
+        metrics.waiting.set(self._admissions.count)
+        metrics.running.set(len(self._running))
+        metrics.used_blocks.set(self.books.used_blocks)
+        metrics.used_slots.set(self.books.used_slots)
+        metrics.held_windows.set(len(self._checkpoints))
+        metrics.recompiles.inc(self._device.new_compiles())
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The whole answer of one branch."""
+
+    tokens: tuple[int, ...]
+    text: str
+    last: Output

@@ -1,0 +1,103 @@
+"""Making an engine from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from deepinfer_jax.cache.fingerprint import state_fingerprint
+from deepinfer_jax.cache.layout import PageLayout
+from deepinfer_jax.cache.state import State, initial_state
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine import Engine
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.device import Device, StepSettings, local_functions
+from deepinfer_jax.runtime.sampler import Counts
+from deepinfer_jax.settings import EngineSettings
+from deepinfer_jax.text.tokenizer import Tokenizer
+
+
+def build_engine(
+    params: Model,
+    config: ModelConfig,
+    numerics: Numerics,
+    settings: EngineSettings,
+    *,
+    weights_id: str = "",
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """Allocate the state, compile every step, and start an engine on one device.
+
+    Args:
+      params, config, numerics: the model, in the form that runs fastest here.
+      settings: of the engine.
+      weights_id: digest of the checkpoint, for the fingerprint of the state.
+      tokenizer: for texts and stop strings.
+      progress: told what is being compiled.
+
+    Raises:
+      ConfigError: settings that the model cannot have, or too little memory for a single request.
+    """
+    drafts = config.draft.block_size if config.draft else 0
+    settings.replay.check(config, drafts)
+    layout = PageLayout.of(config, settings.block_tokens)
+    blocks = settings.blocks or affordable_blocks(config, numerics, layout, settings.memory)
+    step = StepSettings(
+        deterministic=settings.deterministic,
+        most=settings.most_logprobs,
+        places=max(shape.samples for shape in settings.shapes()),
+        narrowed=settings.replay.decoder != "off",
+        embedded=config.hidden_size if config.vision else 0,
+    )
+
+    def fresh() -> tuple[State, Counts, Array]:
+        return (
+            initial_state(
+                config,
+                numerics,
+                slots=settings.slots,
+                blocks=blocks,
+                layout=layout,
+                fill=float("nan") if settings.poison else 0.0,
+            ),
+            Counts.empty(settings.slots, config.vocab_size),
+            jnp.zeros(step.places, jnp.int32),
+        )
+
+    device = Device(
+        params,
+        fresh,
+        local_functions(config, numerics, step),
+        settings.shapes(),
+        step,
+        tables_width=settings.tables_width(config),
+    )
+    costs = device.warm_up(progress)
+    return Engine(
+        device,
+        config,
+        settings,
+        blocks=blocks,
+        fingerprint=state_fingerprint(weights_id, config, numerics, settings.block_tokens),
+        costs=costs,
+        tokenizer=tokenizer,
+    )
+
+
+def affordable_blocks(config: ModelConfig, numerics: Numerics, layout: PageLayout, memory: int) -> int:
+    """How many blocks ``memory`` bytes hold.
+
+    Raises:
+      ConfigError: not a single one.
+    """
+    one = jax.eval_shape(lambda: initial_state(config, numerics, slots=1, blocks=1, layout=layout))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((one.main, one.index)))
+    if memory < size:
+        raise ConfigError("memory", memory, f"bytes for at least one block, {size}")
+    return memory // size if size else 1

@@ -1,0 +1,243 @@
+"""What a step gave, one step later: tokens, ends, log-probabilities and pages that others may use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.assembly import Assembled, Entry
+from deepinfer_jax.books import Books
+from deepinfer_jax.checkpoints import Checkpoints
+from deepinfer_jax.metrics import Metrics
+from deepinfer_jax.request import Logprob, Output
+from deepinfer_jax.runtime.device import Device
+from deepinfer_jax.runtime.inflight import InFlight
+from deepinfer_jax.sequence import Sequence
+from deepinfer_jax.settings import EngineSettings
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """A dispatched step: what ran, and what is on its way. ``windows``: by sequence, those held at a boundary."""
+
+    number: int
+    assembled: Assembled
+    sampled: InFlight
+    scores: InFlight | None = None
+    windows: dict[int, tuple[int, InFlight]] = dataclasses.field(default_factory=dict)
+
+
+class Results:
+    """Turns results into news, and corrects the books by them."""
+
+    def __init__(
+        self,
+        device: Device,
+        books: Books,
+        checkpoints: Checkpoints,
+        settings: EngineSettings,
+        metrics: Metrics,
+        fingerprint: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._device, self._books, self._checkpoints = device, books, checkpoints
+        self._settings, self._metrics, self._fingerprint, self._clock = settings, metrics, fingerprint, clock
+        self._news: list[Output] = []
+        self._ended: list[Sequence] = []
+        self._last_read: float | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is news that nobody took."""
+        return bool(self._news)
+
+    def news(self) -> list[Output]:
+        """Take the news."""
+        news, self._news = self._news, []
+        return news
+
+    def ended(self) -> list[Sequence]:
+        """Take the sequences that ended."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def prepare(self, record: StepRecord) -> None:
+        """Dispatch what goes with a step: scores of prompts, and windows at block boundaries."""
+        assembled = record.assembled
+        scored = [entry for entry in assembled.entries if self._scores(entry)]
+        if scored:
+            targets = np.zeros(self._settings.n_shards * assembled.shape.kept_rows, np.int32)
+            for entry in scored:
+                begin = entry.last_row - entry.count + 1
+                following = entry.sequence.tokens[entry.start + 1 : entry.start + 1 + entry.count]
+                targets[begin : begin + len(following)] = following
+            record.scores = self._device.score(assembled.shape, targets)
+        for entry in assembled.entries:
+            sequence, stop = entry.sequence, entry.start + entry.count
+            if self._holds_windows(sequence, stop):
+                record.windows[sequence.id] = (stop, self._device.read_slot(self._books.number(sequence)))
+            self._count_rows(entry)
+
+    def take(self, record: StepRecord) -> Any:
+        """Read a step and act on it. Returns what it sampled."""
+        sampled = record.sampled.read()
+        scores = None if record.scores is None else record.scores.read()
+        now = self._clock()
+        if self._last_read is not None:
+            self._metrics.step_seconds.observe(now - self._last_read)
+        self._last_read = now
+        for entry in record.assembled.entries:
+            sequence = entry.sequence
+            if entry.place is not None:
+                sequence.on_way = 0
+            if sequence.finish_reason is not None:
+                self._metrics.wasted_rows.inc(entry.count)
+                continue
+            if entry.place is not None and not sampled.finite[entry.place]:
+                self.end(sequence, "error", error="the model's scores are not finite")
+                continue
+            # One that gave way by recomputation begins anew, without a slot.
+            if sequence.slot is not None or sequence.suspended is not None:
+                sequence.confirmed = max(sequence.confirmed, entry.start + entry.count)
+            if scores is not None and self._scores(entry):
+                self._collect(entry, scores)
+            if entry.place is not None:
+                self._accept(sequence, entry.place, sampled, now)
+            elif sequence.request.params.max_tokens == 0 and entry.start + entry.count == sequence.prompt_length:
+                self.end(sequence, "length")
+            if sequence.slot is not None:
+                self._publish(sequence, record)
+        return sampled
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: str,
+        *,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[Logprob, ...] = (),
+        matched: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a sequence, with its last news."""
+        sequence.finish_reason = reason
+        if sequence.matcher is not None and sequence.stream is not None and sequence.matcher.found is None:
+            text += sequence.matcher.push(sequence.stream.finish()) + sequence.matcher.finish()
+        self._metrics.finished.labels(reason).inc()
+        self._ended.append(sequence)
+        self._news.append(
+            Output(
+                request_id=sequence.request_id,
+                branch=sequence.branch,
+                tokens=tokens,
+                text=text,
+                logprobs=logprobs,
+                prompt_logprobs=self._prompt_logprobs(sequence),
+                finish_reason=reason,
+                matched=matched,
+                error=error,
+                receipt=sequence.receipt(self._fingerprint),
+            )
+        )
+
+    def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float) -> None:
+        token, params = int(sampled.tokens[place]), sequence.request.params
+        self._time(sequence, now)
+        if token in sequence.ends:
+            self.end(sequence, "stop", matched=token)
+            return
+        sequence.tokens.append(token)
+        self._metrics.generated_tokens.inc()
+        text = ""
+        if sequence.stream is not None and sequence.matcher is not None:
+            text = sequence.matcher.push(sequence.stream.push([token]))
+        logprobs: tuple[Logprob, ...] = ()
+        if params.logprobs is not None:
+            logprobs = (_logprob(token, place, sampled, params.logprobs),)
+        if sequence.matcher is not None and sequence.matcher.found is not None:
+            found = sequence.matcher.found
+            self.end(sequence, "stop", tokens=(token,), text=text, logprobs=logprobs, matched=found)
+        elif sequence.generated == params.max_tokens:
+            self.end(sequence, "length", tokens=(token,), text=text, logprobs=logprobs)
+        else:
+            self._news.append(
+                Output(
+                    sequence.request_id,
+                    sequence.branch,
+                    (token,),
+                    text,
+                    logprobs,
+                    self._prompt_logprobs(sequence),
+                )
+            )
+
+    def _time(self, sequence: Sequence, now: float) -> None:
+        if sequence.last_token is None:
+            self._metrics.first_token_seconds.observe(now - sequence.arrival)
+        else:
+            self._metrics.token_seconds.observe(now - sequence.last_token)
+        sequence.last_token = now
+
+    def _publish(self, sequence: Sequence, record: StepRecord) -> None:
+        self._books.publish(sequence)
+        boundary, windows = record.windows.get(sequence.id, (0, None))
+        count = boundary // self._books.block_tokens
+        if windows is not None and len(sequence.keys) >= count:
+            self._checkpoints.keep(sequence.keys[count - 1], sequence.restart.replays, windows)
+
+    def _holds_windows(self, sequence: Sequence, stop: int) -> bool:
+        """At the last block boundary that the sequence has so far; behind its hit, where windows are whole."""
+        size = self._books.block_tokens
+        last = sequence.length // size * size
+        return self._settings.window_checkpoints > 0 and stop == last and stop >= sequence.restart.held and stop > 0
+
+    @staticmethod
+    def _scores(entry: Entry) -> bool:
+        """Whether an entry has prompt tokens whose log-probabilities are asked for and not known yet."""
+        sequence = entry.sequence
+        asked = sequence.request.params.prompt_logprobs is not None and sequence.branch == 0
+        return asked and not sequence.scores_given and entry.start + 1 < sequence.prompt_length
+
+    def _collect(self, entry: Entry, scores: Any) -> None:
+        sequence, (logprobs, top_tokens, top_logprobs) = entry.sequence, scores
+        most = sequence.request.params.prompt_logprobs
+        assert most is not None
+        begin = entry.last_row - entry.count + 1
+        for offset in range(min(entry.count, sequence.prompt_length - 1 - entry.start)):
+            position = entry.start + offset + 1
+            row = begin + offset
+            top = tuple(zip(top_tokens[row, :most].tolist(), top_logprobs[row, :most].tolist(), strict=True))
+            sequence.prompt_scores[position] = Logprob(sequence.tokens[position], float(logprobs[row]), top)
+
+    @staticmethod
+    def _prompt_logprobs(sequence: Sequence) -> tuple[Logprob, ...] | None:
+        """Once, when all are there."""
+        scores = sequence.prompt_scores
+        if sequence.scores_given or len(scores) != sequence.prompt_length - 1:
+            return None
+        if sequence.request.params.prompt_logprobs is None or sequence.branch:
+            return None
+        sequence.scores_given = True
+        return tuple(scores[position] for position in range(1, sequence.prompt_length))
+
+    def _count_rows(self, entry: Entry) -> None:
+        sequence, stop = entry.sequence, entry.start + entry.count
+        replayed = max(0, min(stop, sequence.restart.held) - entry.start)
+        sequence.computed_rows += entry.count
+        sequence.replayed_rows += replayed
+        self._metrics.replayed_rows.inc(replayed)
+        rows = self._metrics.decode_rows if entry.start >= sequence.prompt_length else self._metrics.prefill_rows
+        rows.inc(entry.count)
+        kept = entry.count
+        if self._settings.replay.decoder == "compact":
+            kept = min(entry.count, max(0, stop - sequence.restart.decoder_floor))
+        self._metrics.decoder_rows.inc(kept)
+
+
+def _logprob(token: int, place: int, sampled: Any, most: int) -> Logprob:
+    top = zip(sampled.top_tokens[place, :most].tolist(), sampled.top_logprobs[place, :most].tolist(), strict=True)
+    return Logprob(token, float(sampled.logprobs[place]), tuple(top))

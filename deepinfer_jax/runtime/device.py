@@ -1,0 +1,288 @@
+"""The accelerator's side of the engine: parameters, state, and the functions compiled over them.
+
+A :class:`Device` is the one owner of the state. Work is dispatched in order and runs in order; results leave as
+:class:`InFlight`. Everything is compiled ahead of time: nothing compiles after :meth:`Device.warm_up`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from deepinfer_jax.cache.state import State
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.engram import IMAGE_TOKEN
+from deepinfer_jax.model.transformer import Model
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
+from deepinfer_jax.runtime.choices import ChoiceTable
+from deepinfer_jax.runtime.compiles import CompileCounter
+from deepinfer_jax.runtime.inflight import InFlight
+from deepinfer_jax.runtime.sampler import Choices, Counts
+from deepinfer_jax.runtime.step import StepInput, forward_step, sample_step, score_step
+from deepinfer_jax.runtime.transfer import BLOCKS_AT_ONCE, UNUSED, Transfer, batches
+
+_TIMED_RUNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunctions:
+    """The traceable parts of a step for one way of placing arrays, see :mod:`deepinfer_jax.runtime.step`."""
+
+    forward: Callable[..., Any]
+    sample: Callable[..., Any]
+    score: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Static settings of the compiled functions.
+
+    ``most``: likeliest tokens that can be reported. ``places``: tokens that any step of a shard can sample.
+    ``narrowed``: decoder layers see less than everything (decoder replay). ``embedded``: width of image embeddings of
+    prefill rows, 0 where none are taken.
+    """
+
+    deterministic: bool
+    most: int
+    places: int
+    narrowed: bool
+    embedded: int = 0
+
+
+def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSettings) -> StepFunctions:
+    """The step on a single device."""
+    fixed = {"most": settings.most, "deterministic": settings.deterministic}
+    return StepFunctions(
+        forward=functools.partial(
+            forward_step, config=config, numerics=numerics, deterministic=settings.deterministic
+        ),
+        sample=functools.partial(sample_step, places=settings.places, **fixed),
+        score=functools.partial(score_step, **fixed),
+    )
+
+
+class Device:
+    """All device work of one engine."""
+
+    def __init__(
+        self,
+        params: Model,
+        fresh: Callable[[], tuple[State, Counts, Array]],
+        functions: StepFunctions,
+        shapes: Sequence[StepShape],
+        settings: StepSettings,
+        *,
+        n_shards: int = 1,
+        tables_width: int,
+    ) -> None:
+        """Hold parameters, and make a state.
+
+        Args:
+          params: parameters, placed.
+          fresh: makes an empty state, empty counts and the tokens before the first step, placed.
+          functions: the parts of a step.
+          shapes: every shape that a step may take.
+          settings: static.
+          n_shards: shards, each with its own rows, slots and blocks; step inputs concatenate theirs.
+          tables_width: blocks that a request can have.
+        """
+        self._params, self._fresh, self._functions = params, fresh, functions
+        self._settings, self._n_shards, self._width = settings, n_shards, tables_width
+        self.shapes = tuple(shapes)
+        self._state, self._counts, self._previous = fresh()
+        self._hidden: Array | None = None
+        self._forward: dict[StepShape, Callable[..., Any]] = {}
+        self._sample: dict[int, Callable[..., Any]] = {}
+        self._score: dict[int, Callable[..., Any]] = {}
+        self._transfer = Transfer(self._state)
+        self._load_counts: Callable[..., Counts] | None = None
+        self._seed_history: Callable[..., State] | None = None
+        self._compiles: CompileCounter | None = None
+        self._seen_compiles = 0
+        self.block_seconds = 0.0
+
+    @property
+    def embedded(self) -> int:
+        """Width of image embeddings that prefill rows take; 0 for none."""
+        return self._settings.embedded
+
+    def new_compiles(self) -> int:
+        """Compilations since the last call, none of which should be."""
+        if self._compiles is None:
+            return 0
+        count = self._compiles.count
+        new, self._seen_compiles = count - self._seen_compiles, count
+        return new
+
+    def close(self) -> None:
+        """Stop counting compilations."""
+        if self._compiles is not None:
+            self._compiles.close()
+            self._compiles = None
+
+    @property
+    def slots(self) -> int:
+        """Slots of one shard."""
+        return int(self._state.history.shape[0]) // self._n_shards
+
+    def warm_up(self, progress: Callable[[str], None] = lambda line: None) -> dict[StepShape, float]:
+        """Compile everything and time every shape: seconds of a full step, best of a few."""
+        curve = {}
+        for number, shape in enumerate(self.shapes, 1):
+            progress(f"compiling step {number} of {len(self.shapes)}: {shape}")
+            self._compile(shape)
+            curve[shape] = min(self._timed(shape) for _ in range(_TIMED_RUNS))
+        progress("compiling state transfer")
+        self._compile_books()
+        self.block_seconds = min(self._timed_blocks() for _ in range(_TIMED_RUNS)) / BLOCKS_AT_ONCE
+        self._state, self._counts, self._previous = self._fresh()
+        jax.block_until_ready(self._state)
+        self._compiles = CompileCounter()
+        return curve
+
+    def dispatch(self, shape: StepShape, step: StepInput, choices: Choices) -> InFlight:
+        """Run a step behind everything dispatched so far; gives the ``Sampled`` of all shards.
+
+        The arrays are copied: the device may alias what it is given, and reads it later.
+        """
+        step, choices = jax.tree.map(np.array, (step, choices))
+        self._state, hidden, self._hidden = self._forward[shape](self._params, self._state, step, self._previous)
+        sampled, self._counts, self._previous = self._sample[shape.samples](self._params, hidden, choices, self._counts)
+        return InFlight(sampled)
+
+    def score(self, shape: StepShape, targets: np.ndarray) -> InFlight:
+        """Log-probabilities of ``targets`` behind the kept rows of the step dispatched last."""
+        return InFlight(self._score[shape.kept_rows](self._params, self._hidden, np.array(targets)))
+
+    def load_counts(self, slot: int, generated: np.ndarray, in_prompt: np.ndarray) -> None:
+        """Set what penalties look at in a slot; slots are numbered over all shards."""
+        assert self._load_counts is not None
+        self._counts = self._load_counts(self._counts, np.int32(slot), np.array(generated), np.array(in_prompt))
+
+    @property
+    def lookback(self) -> int:
+        """Tokens before a row that the model looks up beside their state, for Engram."""
+        table = self._params.token_map
+        return 0 if table is None else int(self._state.history.shape[1])
+
+    def seed_history(self, slot: int, tokens: np.ndarray, image: np.ndarray, positions: np.ndarray) -> None:
+        """Set the token ids before a restart, ``lookback`` of them; a negative position is padding."""
+        if self._seed_history is not None:
+            arrays = jax.tree.map(np.array, (tokens, image, positions))
+            self._state = self._seed_history(self._state, self._params.token_map, np.int32(slot), *arrays)
+
+    def read_blocks(self, blocks: np.ndarray) -> InFlight:
+        """The content of some blocks, numbered over all shards, as it is behind everything dispatched so far."""
+        return InFlight(self._transfer.read_blocks(self._state, np.array(blocks)))
+
+    def write_blocks(self, blocks: np.ndarray, planes: Any) -> None:
+        """Fill blocks; ``planes`` as read, on either side."""
+        self._state = self._transfer.write_blocks(self._state, np.array(blocks), planes)
+
+    def read_slot(self, slot: int) -> InFlight:
+        """The rings of a slot, numbered over all shards."""
+        return InFlight(self._transfer.read_slot(self._state, slot))
+
+    def write_slot(self, slot: int, planes: Any) -> None:
+        """Fill the rings of a slot."""
+        self._state = self._transfer.write_slot(self._state, slot, planes)
+
+    def poison(self, blocks: Sequence[int], slots: Sequence[int] = ()) -> None:
+        """Fill blocks and slots with NaN; for tests, since nothing may read what a request does not own."""
+        for part in batches(blocks):
+            self._state = self._transfer.poison_blocks(self._state, part)
+        for slot in slots:
+            self._state = self._transfer.poison_slot(self._state, slot)
+
+    def _compile(self, shape: StepShape) -> None:
+        step, choices = self._example(shape)
+        arguments = (self._params, self._state, step, self._previous)
+        forward = jax.jit(self._functions.forward, donate_argnums=1).lower(*arguments).compile()
+        self._forward[shape] = forward
+        self._state, hidden, rows = forward(*arguments)
+        if shape.samples not in self._sample:
+            sampling = (self._params, hidden, choices, self._counts)
+            sample = jax.jit(self._functions.sample, donate_argnums=3).lower(*sampling).compile()
+            self._sample[shape.samples] = sample
+            _, self._counts, self._previous = sample(*sampling)
+        if shape.prefill_tiles and shape.kept_rows not in self._score:
+            scoring = (self._params, rows, np.zeros(rows.shape[0], np.int32))
+            self._score[shape.kept_rows] = jax.jit(self._functions.score).lower(*scoring).compile()
+
+    def _compile_books(self) -> None:
+        vocabulary = self._counts.generated.shape[1]
+        placed = jax.tree.map(lambda leaf: leaf.sharding, (self._state, self._counts))
+        nothing = (np.zeros(vocabulary, np.int32), np.zeros(vocabulary, bool))
+        self._load_counts = (
+            jax.jit(_load_counts, donate_argnums=0, out_shardings=placed[1])
+            .lower(self._counts, np.int32(0), *nothing)
+            .compile()
+        )
+        if self.lookback:
+            ids, image = np.zeros(self.lookback, np.int32), np.zeros(self.lookback, bool)
+            self._seed_history = (
+                jax.jit(_seed_history, donate_argnums=0, out_shardings=placed[0])
+                .lower(self._state, self._params.token_map, np.int32(0), ids, image, ids)
+                .compile()
+            )
+
+    def _timed(self, shape: StepShape) -> float:
+        step, choices = self._example(shape)
+        begin = time.perf_counter()
+        self.dispatch(shape, step, choices).read()
+        return time.perf_counter() - begin
+
+    def _timed_blocks(self) -> float:
+        numbers = np.full(BLOCKS_AT_ONCE, UNUSED, np.int32)
+        begin = time.perf_counter()
+        self.write_blocks(numbers, jax.tree.map(np.array, self.read_blocks(numbers).read()))
+        jax.block_until_ready(self._state)
+        return time.perf_counter() - begin
+
+    def _example(self, shape: StepShape) -> tuple[StepInput, Choices]:
+        """A full step of the shape; what it writes means nothing."""
+        slots = self.slots
+        chunks = [Chunk(row % slots, 0, [0]) for row in range(shape.decode_rows)]
+        count = shape.prefill_tiles * shape.tile_rows
+        if count:
+            kept = count if shape.kept_tiles is None else shape.kept_tiles * shape.tile_rows
+            chunks.append(Chunk(0, 0, [0] * count, decoder_floor=count - kept))
+        packed = pack(chunks, shape, narrowed=self._settings.narrowed, embedded=self._settings.embedded * bool(count))
+        shards = self._n_shards
+        step = StepInput(
+            batch=packed.batch,
+            block_tables=np.zeros((slots, self._width), np.int32),
+            samples=np.zeros(shape.samples, np.int32),
+        )
+        nowhere = np.full(shape.samples, -1)
+        choices = ChoiceTable(1).rows(np.zeros(shape.samples, np.int32), np.zeros(shape.samples, np.int32), nowhere)
+        return jax.tree.map(lambda leaf: np.concatenate([leaf] * shards), (step, choices))
+
+
+def _load_counts(
+    counts: Counts, slot: Int[Array, ""], generated: Int[Array, " vocabulary"], in_prompt: Bool[Array, " vocabulary"]
+) -> Counts:
+    return Counts(counts.generated.at[slot].set(generated), counts.in_prompt.at[slot].set(in_prompt))
+
+
+def _seed_history(
+    state: State,
+    token_map: Int[Array, " vocabulary"],
+    slot: Int[Array, ""],
+    tokens: Int[Array, " back"],
+    image: Bool[Array, " back"],
+    positions: Int[Array, " back"],
+) -> State:
+    ring = state.history.shape[1]
+    ids = jnp.where(image, IMAGE_TOKEN, token_map[tokens]).astype(state.history.dtype)
+    place = jnp.where(positions >= 0, positions % ring, ring)
+    return dataclasses.replace(state, history=state.history.at[slot, place].set(ids, mode="drop"))

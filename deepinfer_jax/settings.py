@@ -1,0 +1,102 @@
+"""Settings of an engine, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from typing import Literal
+
+from deepinfer_jax.cache.layout import DEFAULT_BLOCK_TOKENS
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.replay import Replay
+from deepinfer_jax.request import MOST_LOGPROBS
+from deepinfer_jax.runtime.batch import StepShape
+
+PreemptionWay = Literal["auto", "snapshot", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """What an engine may use, and how it runs.
+
+    Attributes:
+        slots: requests that run at a time, on each shard.
+        blocks: blocks in each shard's page pools; None takes as many as ``memory`` bytes hold.
+        memory: bytes of each shard's page pools.
+        block_tokens: tokens of a block; also the rows of a prefill tile unless ``tile_rows`` says otherwise.
+        max_context: most tokens of a request, prompt and answer; None takes the model's most.
+        decode_rows: sizes of decode steps; the largest is at least ``slots`` where every request shall run each step.
+        prefill_tiles: sizes of prefill steps, in tiles; the largest is the token budget of a step.
+        tile_rows: rows of a prefill tile.
+        replay: how windows are rebuilt behind a prefix hit.
+        deterministic: results depend on nothing but the request; slower, see ``docs/engine.md``.
+        max_waiting: requests that may wait; more are refused.
+        window_checkpoints: how many block boundaries keep their windows for exact hits.
+        n_shards: shards over which requests are spread.
+        most_logprobs: likeliest tokens that can be asked for.
+        preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
+        recorded_steps: steps that the flight recorder keeps.
+        poison: fill freed slots and blocks with NaN; for tests.
+    """
+
+    slots: int = 8
+    blocks: int | None = None
+    memory: int = 1 << 28
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    max_context: int | None = None
+    decode_rows: tuple[int, ...] = (1, 8)
+    prefill_tiles: tuple[int, ...] = (1, 3)
+    tile_rows: int | None = None
+    replay: Replay = Replay()
+    deterministic: bool = False
+    max_waiting: int = 1024
+    window_checkpoints: int = 8
+    n_shards: int = 1
+    most_logprobs: int = MOST_LOGPROBS
+    preemption: PreemptionWay = "auto"
+    recorded_steps: int = 32
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "memory", "block_tokens", "max_waiting", "n_shards"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "1 or more")
+        for name in ("blocks", "max_context", "tile_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, value, "1 or more")
+        if self.window_checkpoints < 0:
+            raise ConfigError("window_checkpoints", self.window_checkpoints, "0 or more")
+        for name in ("decode_rows", "prefill_tiles"):
+            sizes = getattr(self, name)
+            if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+                raise ConfigError(name, sizes, "sizes of 1 or more, ascending")
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Rows of a prefill tile."""
+        return self.tile_rows or self.block_tokens
+
+    def context(self, config: ModelConfig) -> int:
+        """Most tokens of a request."""
+        return min(self.max_context or config.max_position_embeddings, config.max_position_embeddings)
+
+    def tables_width(self, config: ModelConfig) -> int:
+        """Blocks of the longest request."""
+        return -(-self.context(config) // self.block_tokens)
+
+    def shapes(self) -> tuple[StepShape, ...]:
+        """The ladder of step shapes: decode steps, then steps with prefill tiles beside all decode rows.
+
+        With compact decoder replay a prefill step exists without kept tiles, with one, and with all of them.
+        """
+        most = self.decode_rows[-1]
+        ladder = [StepShape(rows, 0, 0, self._kept(0)) for rows in self.decode_rows]
+        for tiles in self.prefill_tiles:
+            for kept in sorted({0, 1, tiles}) if self.replay.decoder == "compact" else [None]:
+                ladder.append(StepShape(most, tiles, self.rows_per_tile, kept))
+        return tuple(ladder)
+
+    def _kept(self, tiles: int) -> int | None:
+        return tiles if self.replay.decoder == "compact" else None
