@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,7 +25,7 @@ class Rows:
     tokens: Int[Array, " rows"]
     slots: Int[Array, " rows"]
     positions: Int[Array, " rows"]
-    floors: Int[Array, " rows"]  # lowest visible window position (bounded replay); 0 for exact computation
+    floors: Int[Array, " rows"]  # lowest visible window position (replay), one per request; 0 for exact computation
     held: Int[Array, " rows"]  # entries of tokens below it are in the pages already and stay as they are
     image: Bool[Array, " rows"]  # any token of an image span: start, image, newline, end
     image_embeddings: Float[Array, "rows hidden"] | None  # replaces the token embedding where ``image``
@@ -86,7 +88,7 @@ class Kept:
     """The rows of a step that run through the decoder layers: the end of each request's rows, or all of them.
 
     ``index``: the number of each kept row among the step's rows, -1 for padding. ``rows``: the kept rows themselves, in
-    tiles of their own, with the floors that hold in decoder layers.
+    tiles of their own, with the floors that hold in decoder layers; their entries are in the pages before these run.
     """
 
     index: Int[Array, " kept"]
@@ -109,9 +111,8 @@ class Kept:
             tiles=tiles,
             floors=floors[place],
             image=rows.image[place] & (index >= 0),
-            held=rows.held[place],
         )
-        return cls(index, kept)
+        return cls(index, dataclasses.replace(kept, held=kept.positions + 1))
 
 
 def sequence_rows(tokens: Int[Array, "sequences length"], tile_rows: int) -> Rows:

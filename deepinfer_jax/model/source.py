@@ -140,7 +140,8 @@ class PagedSource:
         values, present = at_positions(keys, rows, request, positions)
         ring = self.state.window.shape[2]
         older = read_rows(self.state.window[layer, rows.slots[request][:, None], positions % ring], keys.dtype)
-        in_ring = self._in_ring(rows, request, positions, ring)
+        # What no row of a request saw may never have been written, and a key that is not seen must still be finite.
+        in_ring = self._in_ring(rows, request, positions, ring) & (positions >= rows.floors[request][:, None])
         values = jnp.where(present[..., None], values, older)
         return jnp.where((present | in_ring)[..., None], values, jnp.zeros((), values.dtype))
 

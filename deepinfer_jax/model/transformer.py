@@ -223,7 +223,7 @@ def _keep(
 ) -> Carry:
     """Store the entries of all rows that decoder layers read, and go on with the kept rows alone.
 
-    The first decoder layer computes the kept rows' entries once more: its ratio is 1, so they are the same.
+    The first decoder layer computes the kept rows' entries once more, rounded otherwise, and does not store them.
     """
     source = _store_decoder_entries(params, plan, carry, rows, config, numerics)
     index = jnp.maximum(kept.index, 0)
@@ -242,12 +242,12 @@ def _store_decoder_entries(
     """The source with the entries of the first decoder layer, which all decoder layers read."""
     layer = plan.layers[plan.encoder_layers]
     weights = _first_decoder_layer(params.layers, plan)
+    compressor = weights.attention.compressor
     assert layer.kind.ratio == 1
     assert layer.group is not None
+    assert compressor is not None
     inputs = rms_norm(collapse(carry.streams, carry.pre), weights.attention_mix.norm, config.rms_norm_eps)
-    source, _, _ = compress(
-        weights.attention.compressor, inputs, layer.kind.ratio, layer.group, rows, carry.source, config, numerics
-    )
+    source, _, _ = compress(compressor, inputs, layer.kind.ratio, layer.group, rows, carry.source, config, numerics)
     return source
 
 
