@@ -48,7 +48,7 @@ def continue_prompts(
     seeds = np.stack([seed_words(seed + place) for place in range(count)])
     tiles = -(-length // TILE_ROWS)
     prefill = StepShape(0, count * tiles, TILE_ROWS)
-    batch, starts = pack([Chunk(slot, 0, prompt.tolist()) for slot, prompt in enumerate(prompts)], prefill)
+    batch, starts, _ = pack([Chunk(slot, 0, prompt.tolist()) for slot, prompt in enumerate(prompts)], prefill)
     last = np.asarray(starts, np.int32) + length - 1
     written = [np.stack(prompts)]
     for position in range(length, length + new_tokens):
@@ -58,6 +58,6 @@ def continue_prompts(
         tokens = np.asarray(chosen)
         written.append(tokens[:, None])
         following = [Chunk(slot, position, [int(token)]) for slot, token in enumerate(tokens)]
-        batch, starts = pack(following, StepShape(count))
+        batch, starts, _ = pack(following, StepShape(count))
         last = np.asarray(starts, np.int32)
     return np.concatenate(written, axis=1).astype(np.int32)

@@ -89,10 +89,10 @@ def on_devices(config: ModelConfig, params: Model) -> dict[str, np.ndarray]:
     collected: dict[int, list[np.ndarray]] = {device: [] for device in range(DEVICES)}
     for work in schedule():
         packed = [pack(_chunks(work, device, 0), SHAPE) for device in range(DEVICES)]
-        batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(batch for batch, _ in packed))
+        batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part.batch for part in packed))
         state, logits = step(params, state, batch, np.tile(TABLE, (DEVICES, 1)))
         for device, (_, count) in work.items():
-            begin = device * SHAPE.rows + packed[device][1][0]
+            begin = device * SHAPE.rows + packed[device].starts[0]
             collected[device].append(np.asarray(logits)[begin : begin + count])
     found |= {f"{device}.sharded": np.concatenate(rows) for device, rows in collected.items()}
     return found
@@ -112,7 +112,7 @@ def on_one_device(config: ModelConfig, params: Model) -> dict[str, np.ndarray]:
     collected: dict[int, list[np.ndarray]] = {device: [] for device in range(DEVICES)}
     for work in schedule():
         chunks = [chunk for device in work for chunk in _chunks(work, device, device)]
-        batch, starts = pack(chunks, shape)
+        batch, starts, _ = pack(chunks, shape)
         state, logits = step(state, batch)
         for (device, (_, count)), begin in zip(work.items(), starts, strict=True):
             collected[device].append(np.asarray(logits)[begin : begin + count])
