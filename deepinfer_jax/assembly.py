@@ -11,6 +11,7 @@ import numpy as np
 from deepinfer_jax.books import Books
 from deepinfer_jax.runtime.batch import Chunk, StepShape, kept_tokens, pack
 from deepinfer_jax.runtime.choices import ChoiceTable
+from deepinfer_jax.runtime.device import StepSettings
 from deepinfer_jax.runtime.sampler import Choices
 from deepinfer_jax.runtime.step import StepInput
 from deepinfer_jax.sequence import Sequence
@@ -104,16 +105,15 @@ def assemble(
     books: Books,
     table: ChoiceTable,
     *,
-    narrowed: bool,
-    embedded: int,
+    fixed: StepSettings,
 ) -> Assembled:
     """Pack the parts of a step. All arrays are fresh."""
     by_shard = [[part for part in parts if part.sequence.shard == shard] for shard in range(books.n_shards)]
     chunks = [[part.chunk() for part in here] for here in by_shard]
     shape = choose_shape(chunks, shapes)
-    width = embedded if shape.prefill_tiles else 0
-    packed = [pack(here, shape, narrowed=narrowed, embedded=width) for here in chunks]
-    size = shape.samples
+    width = fixed.embedded if shape.prefill_tiles else 0
+    packed = [pack(here, shape, narrowed=fixed.narrowed, embedded=width) for here in chunks]
+    size, rows = fixed.samples(shape), fixed.rows(shape)
     samples = np.zeros(books.n_shards * size, np.int32)
     positions = np.full(books.n_shards * size, -1)
     slots = np.zeros(books.n_shards * size, np.int32)
@@ -125,7 +125,7 @@ def assemble(
             if part.samples:
                 samples[place], positions[place] = end, part.start + part.count
                 slots[place] = books.number(part.sequence)
-            last_row = -1 if end < 0 else shard * shape.kept_rows + end
+            last_row = -1 if end < 0 else shard * rows + end
             entries.append(
                 Entry(part.sequence, part.start, part.count, place if part.samples else None, source, last_row)
             )

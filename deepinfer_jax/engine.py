@@ -82,6 +82,8 @@ class Engine:
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
         self._steps = 0
+        # Steps behind which nothing was to run when they were read.
+        self.drained_steps: set[int] = set()
 
     # Requests.
 
@@ -164,6 +166,8 @@ class Engine:
         assembled = self._plan()
         following = None if assembled is None else self._dispatch(assembled)
         if self._flying is not None:
+            if following is None:
+                self.drained_steps.add(self._flying.number)
             self.recorder.read(self._flying.number, self._results.take(self._flying))
         self._flying = following
         for sequence in self._results.ended():
@@ -203,8 +207,7 @@ class Engine:
             self._device.shapes,
             self.books,
             self._table,
-            narrowed=settings.replay.decoder != "off",
-            embedded=self._device.embedded,
+            fixed=self._device.settings,
         )
 
     @staticmethod

@@ -52,6 +52,7 @@ def build_engine(
         deterministic=settings.deterministic,
         most=settings.most_logprobs,
         places=max(shape.samples for shape in settings.shapes()),
+        scored=max(shape.kept_rows for shape in settings.shapes()),
         narrowed=settings.replay.decoder != "off",
         embedded=config.hidden_size if config.vision else 0,
     )

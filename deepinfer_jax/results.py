@@ -69,7 +69,8 @@ class Results:
         assembled = record.assembled
         scored = [entry for entry in assembled.entries if self._scores(entry)]
         if scored:
-            targets = np.zeros(self._settings.n_shards * assembled.shape.kept_rows, np.int32)
+            rows = self._device.settings.rows(assembled.shape)
+            targets = np.zeros(self._settings.n_shards * rows, np.int32)
             for entry in scored:
                 begin = entry.last_row - entry.count + 1
                 following = entry.sequence.tokens[entry.start + 1 : entry.start + 1 + entry.count]

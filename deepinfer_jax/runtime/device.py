@@ -46,16 +46,28 @@ class StepFunctions:
 class StepSettings:
     """Static settings of the compiled functions.
 
-    ``most``: likeliest tokens that can be reported. ``places``: tokens that any step of a shard can sample.
-    ``narrowed``: decoder layers see less than everything (decoder replay). ``embedded``: width of image embeddings of
+    ``most``: likeliest tokens that can be reported. ``places``: tokens that any step of a shard can sample. ``scored``:
+    rows of a shard that any step can score. ``narrowed``: decoder layers see less than everything (decoder replay). ``embedded``: width of image embeddings of
     prefill rows, 0 where none are taken.
     """
 
     deterministic: bool
     most: int
     places: int
+    scored: int
     narrowed: bool
     embedded: int = 0
+
+    def samples(self, shape: StepShape) -> int:
+        """Tokens that a step of this shape samples, unused ones included.
+
+        Deterministic execution samples in one program whatever the step's shape: another program may round otherwise.
+        """
+        return self.places if self.deterministic else shape.samples
+
+    def rows(self, shape: StepShape) -> int:
+        """Rows that a step of this shape hands to scoring; likewise."""
+        return self.scored if self.deterministic else shape.kept_rows
 
 
 def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSettings) -> StepFunctions:
@@ -63,7 +75,11 @@ def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSetti
     fixed = {"most": settings.most, "deterministic": settings.deterministic}
     return StepFunctions(
         forward=functools.partial(
-            forward_step, config=config, numerics=numerics, deterministic=settings.deterministic
+            forward_step,
+            config=config,
+            numerics=numerics,
+            scored=settings.scored if settings.deterministic else 0,
+            deterministic=settings.deterministic,
         ),
         sample=functools.partial(sample_step, places=settings.places, **fixed),
         score=functools.partial(score_step, **fixed),
@@ -96,7 +112,7 @@ class Device:
           tables_width: blocks that a request can have.
         """
         self._params, self._fresh, self._functions = params, fresh, functions
-        self._settings, self._n_shards, self._width = settings, n_shards, tables_width
+        self.settings, self._n_shards, self._width = settings, n_shards, tables_width
         self.shapes = tuple(shapes)
         self._state, self._counts, self._previous = fresh()
         self._hidden: Array | None = None
@@ -109,11 +125,6 @@ class Device:
         self._compiles: CompileCounter | None = None
         self._seen_compiles = 0
         self.block_seconds = 0.0
-
-    @property
-    def embedded(self) -> int:
-        """Width of image embeddings that prefill rows take; 0 for none."""
-        return self._settings.embedded
 
     def new_compiles(self) -> int:
         """Compilations since the last call, none of which should be."""
@@ -144,10 +155,15 @@ class Device:
         progress("compiling state transfer")
         self._compile_books()
         self.block_seconds = min(self._timed_blocks() for _ in range(_TIMED_RUNS)) / BLOCKS_AT_ONCE
+        self._compiles = CompileCounter()
+        self.reset()
+        return curve
+
+    def reset(self) -> None:
+        """Begin with an empty state again."""
         self._state, self._counts, self._previous = self._fresh()
         jax.block_until_ready(self._state)
-        self._compiles = CompileCounter()
-        return curve
+        self.new_compiles()
 
     def dispatch(self, shape: StepShape, step: StepInput, choices: Choices) -> InFlight:
         """Run a step behind everything dispatched so far; gives the ``Sampled`` of all shards.
@@ -156,12 +172,12 @@ class Device:
         """
         step, choices = jax.tree.map(np.array, (step, choices))
         self._state, hidden, self._hidden = self._forward[shape](self._params, self._state, step, self._previous)
-        sampled, self._counts, self._previous = self._sample[shape.samples](self._params, hidden, choices, self._counts)
+        sampled, self._counts, self._previous = self._sample[self.settings.samples(shape)](self._params, hidden, choices, self._counts)
         return InFlight(sampled)
 
     def score(self, shape: StepShape, targets: np.ndarray) -> InFlight:
         """Log-probabilities of ``targets`` behind the kept rows of the step dispatched last."""
-        return InFlight(self._score[shape.kept_rows](self._params, self._hidden, np.array(targets)))
+        return InFlight(self._score[self.settings.rows(shape)](self._params, self._hidden, np.array(targets)))
 
     def load_counts(self, slot: int, generated: np.ndarray, in_prompt: np.ndarray) -> None:
         """Set what penalties look at in a slot; slots are numbered over all shards."""
@@ -209,14 +225,15 @@ class Device:
         forward = jax.jit(self._functions.forward, donate_argnums=1).lower(*arguments).compile()
         self._forward[shape] = forward
         self._state, hidden, rows = forward(*arguments)
-        if shape.samples not in self._sample:
+        samples, scored = self.settings.samples(shape), self.settings.rows(shape)
+        if samples not in self._sample:
             sampling = (self._params, hidden, choices, self._counts)
             sample = jax.jit(self._functions.sample, donate_argnums=3).lower(*sampling).compile()
-            self._sample[shape.samples] = sample
+            self._sample[samples] = sample
             _, self._counts, self._previous = sample(*sampling)
-        if shape.prefill_tiles and shape.kept_rows not in self._score:
+        if shape.prefill_tiles and scored not in self._score:
             scoring = (self._params, rows, np.zeros(rows.shape[0], np.int32))
-            self._score[shape.kept_rows] = jax.jit(self._functions.score).lower(*scoring).compile()
+            self._score[scored] = jax.jit(self._functions.score).lower(*scoring).compile()
 
     def _compile_books(self) -> None:
         vocabulary = self._counts.generated.shape[1]
@@ -250,21 +267,21 @@ class Device:
 
     def _example(self, shape: StepShape) -> tuple[StepInput, Choices]:
         """A full step of the shape; what it writes means nothing."""
-        slots = self.slots
+        slots, samples = self.slots, self.settings.samples(shape)
         chunks = [Chunk(row % slots, 0, [0]) for row in range(shape.decode_rows)]
         count = shape.prefill_tiles * shape.tile_rows
         if count:
             kept = count if shape.kept_tiles is None else shape.kept_tiles * shape.tile_rows
             chunks.append(Chunk(0, 0, [0] * count, decoder_floor=count - kept))
-        packed = pack(chunks, shape, narrowed=self._settings.narrowed, embedded=self._settings.embedded * bool(count))
+        packed = pack(chunks, shape, narrowed=self.settings.narrowed, embedded=self.settings.embedded * bool(count))
         shards = self._n_shards
         step = StepInput(
             batch=packed.batch,
             block_tables=np.zeros((slots, self._width), np.int32),
-            samples=np.zeros(shape.samples, np.int32),
+            samples=np.zeros(samples, np.int32),
         )
-        nowhere = np.full(shape.samples, -1)
-        choices = ChoiceTable(1).rows(np.zeros(shape.samples, np.int32), np.zeros(shape.samples, np.int32), nowhere)
+        nothing = np.zeros(samples, np.int32)
+        choices = ChoiceTable(1).rows(nothing, nothing, np.full(samples, -1))
         return jax.tree.map(lambda leaf: np.concatenate([leaf] * shards), (step, choices))
 
 

@@ -58,10 +58,14 @@ def gumbel_noise(
 
 @struct.dataclass
 class Counts:
-    """What penalties look at, per slot: how often each token was generated, and whether the prompt holds it."""
+    """What penalties look at, per slot: how often each token was generated, and whether the prompt holds it.
 
-    generated: Int[Array, "slots vocabulary"]
-    in_prompt: Bool[Array, "slots vocabulary"]
+    Leaves are arrays, or abstract arrays of the same shapes: ``generated`` int32 and ``in_prompt`` bool, both ``[slots
+    vocabulary]``.
+    """
+
+    generated: Any
+    in_prompt: Any
 
     @classmethod
     def empty(cls, slots: int, vocabulary: int) -> Counts:
@@ -99,17 +103,18 @@ class Choices:
 
 @struct.dataclass
 class Sampled:
-    """Tokens, the log-probability of each under the raw scores, and the likeliest ones with theirs.
+    """What was chosen; leaves are device or host arrays with a leading axis of rows.
 
-    Log-probabilities are zero unless some row of the step asks for them. ``finite``: whether the row's scores hold no
-    NaN and no infinity; a row that fails it has no meaning.
+    ``tokens``, with ``logprobs`` under the raw scores; ``top_tokens`` and ``top_logprobs`` ``[rows most]``, the
+    likeliest. Log-probabilities are zero unless some row of the step asks for them. ``finite``: whether the row's scores
+    hold no NaN and no infinity; a row that fails it has no meaning.
     """
 
-    tokens: Int[Array, " rows"]
-    logprobs: Float[Array, " rows"]
-    top_tokens: Int[Array, "rows most"]
-    top_logprobs: Float[Array, "rows most"]
-    finite: Bool[Array, " rows"]
+    tokens: Any
+    logprobs: Any
+    top_tokens: Any
+    top_logprobs: Any
+    finite: Any
 
 
 def choose(logits: Float[Array, "rows vocabulary"], choices: Choices, counts: Counts, *, most: int) -> Sampled:

@@ -90,12 +90,13 @@ def forward_step(
     config: ModelConfig,
     numerics: Numerics,
     *,
+    scored: int = 0,
     deterministic: bool = False,
     exchange: Exchange = LOCAL,
 ) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"]]:
     """First half of a step: the rows' state, the hidden states to sample behind, and those of all kept rows.
 
-    ``previous`` are the tokens that the step before sampled.
+    ``previous`` are the tokens that the step before sampled. The last result is filled up to ``scored`` rows.
     """
     rows = step.batch.to_rows(previous)
     kept = step.batch.to_kept(rows)
@@ -103,7 +104,12 @@ def forward_step(
     advanced = advance(
         params, state, rows, tables, config, numerics, kept=kept, deterministic=deterministic, exchange=exchange
     )
-    return advanced.state, advanced.hidden[jnp.asarray(step.samples)], advanced.hidden
+    missing = max(0, scored - advanced.hidden.shape[0])
+    return (
+        advanced.state,
+        advanced.hidden[jnp.asarray(step.samples)],
+        jnp.pad(advanced.hidden, ((0, missing), (0, 0))),
+    )
 
 
 def sample_step(
@@ -226,7 +232,8 @@ def _advance_in_tiles(
 ) -> Advanced:
     """A tile without kept rows ends before the decoder layers; in any other all rows go on, as the loop body is one."""
     count = rows.tokens.shape[0]
-    tiles = -(-count // DETERMINISTIC_ROWS)
+    # With a single tile the compiler would drop the cuts around the loop's body, and round otherwise inside it.
+    tiles = max(2, -(-count // DETERMINISTIC_ROWS))
     keeping = _Keeping.of(rows, kept, tiles * DETERMINISTIC_ROWS)
     padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
     used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
