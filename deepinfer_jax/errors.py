@@ -57,6 +57,20 @@ class CheckpointError(DeepInferError):
     subject = "checkpoint entry"
 
 
+class SnapshotError(DeepInferError):
+    """A section of a request's state that is missing, damaged, or of another model, version or layout."""
+
+    exit_code = 5
+    subject = "state section"
+
+
+class OverloadError(DeepInferError):
+    """A request that came when too many were waiting already; later it may be served."""
+
+    exit_code = 6
+    subject = "load"
+
+
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}... ({len(text)} characters)"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  # numpy learns bfloat16's name from it
+import numpy as np
 
 from deepinfer_jax.errors import InputError
 
@@ -40,9 +41,9 @@ class Numerics:
     output_down_inputs_fp8: bool = False
 
     @property
-    def dtype(self) -> jnp.dtype:
+    def dtype(self) -> np.dtype:
         """The compute dtype."""
-        return jnp.dtype(self.compute)
+        return np.dtype(self.compute)
 
     @classmethod
     def preset(cls, name: str) -> Numerics:

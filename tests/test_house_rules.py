@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.errors import CheckpointError, ConfigError, DeepInferError, InputError
+from deepinfer_jax.errors import CheckpointError, ConfigError, DeepInferError, InputError, SnapshotError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LIBRARIES = ("deepinfer_jax", "pallas_kernels")
@@ -145,6 +145,7 @@ def test_a_missing_docstring_is_found():
             4,
             "checkpoint entry 'head.weight' is (512, 60); accepted: shape (512, 64) (convert the checkpoint again)",
         ),
+        (SnapshotError("slot(3)", "missing", "all"), 5, "state section 'slot(3)' is 'missing'; accepted: all"),
         (InputError("token id", 512, "ids from 0 to 511"), 2, "input 'token id' is 512; accepted: ids from 0 to 511"),
     ],
     ids=lambda value: type(value).__name__,

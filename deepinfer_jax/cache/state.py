@@ -15,6 +15,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from deepinfer_jax.cache.fingerprint import cache_format
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.numerics import Numerics
@@ -88,17 +89,6 @@ def initial_state(
         history=jnp.full((slots, lookback + max_drafts + 1), -1, jnp.int32),
         layout=layout,
     )
-
-
-def cache_format(name: str, numerics: Numerics) -> str | None:
-    """The released format in which ``main``, ``index`` or ``window`` is kept; None for plain floating point."""
-    kept = {
-        "main": ("fp4_16", numerics.main_entries_fp4),
-        "index": ("fp4_32", numerics.index_keys_fp4),
-        "window": ("fp8_32", numerics.window_keys_fp8),
-    }
-    form, packed = kept[name]
-    return form if packed else None
 
 
 def empty_cache(shape: tuple[int, ...], form: str | None, numerics: Numerics, fill: float = 0.0) -> Cache:
