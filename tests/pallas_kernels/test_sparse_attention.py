@@ -141,14 +141,14 @@ def test_gather_rows_takes_any_index_shape(shape):
     pool[0] = np.nan
     indices = np.random.default_rng(8).integers(-1, 5, shape).astype(np.int32)
     indices = np.where(indices == 0, -1, indices)
-    gathered = jax.jit(gather_rows)(pool, indices)
+    gathered = jax.jit(gather_rows, static_argnums=2)(pool, indices, jnp.float32)
     expected = np.where((indices >= 0)[..., None], pool[indices], 0.0)
     np.testing.assert_array_equal(gathered, expected)
 
 
 def test_gather_rows_reads_bits():
     pool = np.array([[1.0, -2.5], [np.nan, 3.0]], ml_dtypes.bfloat16)
-    gathered = gather_rows(jnp.asarray(pool.view(np.uint16)), jnp.array([0, -1]))
+    gathered = gather_rows(jnp.asarray(pool.view(np.uint16)), jnp.array([0, -1]), jnp.float32)
     assert gathered.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(gathered, np.float32), [[1.0, -2.5], [0.0, 0.0]])
 

@@ -2,7 +2,8 @@
 
 A paged source with small rings and scattered blocks, NaN wherever nothing was written, runs random schedules; after
 every step each read must return what stands at the wanted positions of the wanted request. The sequence source must
-agree wherever both can answer.
+agree wherever both can answer. No numerics but those of the caches: plain float32 and bfloat16, bfloat16 bits, and the
+packed formats of f32q and released, in which a vector is spelled in binary. Replay exact.
 """
 
 import dataclasses
@@ -14,20 +15,27 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.cache.layout import PageLayout
-from deepinfer_jax.cache.state import State, decode, initial_state
+from deepinfer_jax.cache.state import State, empty_cache, initial_state, read_rows
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.rows import Rows, sequence_rows
 from deepinfer_jax.model.source import NO_TOKEN, KeySource, PagedSource, SequenceSource
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
+from pallas_kernels import CachedRows, gather_rows
 
 LAYERS, SLOTS, BLOCKS = 2, 3, 5  # blocks per slot
 LAYOUT = PageLayout(block_tokens=8, ratios=(2, 1))
 WINDOW_RING, PENDING_RING, HISTORY_RING = 6, 3, 5
 SHAPE = StepShape(decode_rows=3, prefill_tiles=3, tile_rows=4)
+PACKED = {"main": "fp4_16", "index": "fp4_32", "window": "fp8_32"}
 BACK = 3  # tokens of look-back
 FAR = 9  # window positions asked for before a tile; more than the ring holds
 TABLES = np.random.default_rng(0).permutation(SLOTS * BLOCKS).astype(np.int32).reshape(SLOTS, BLOCKS)
+
+
+every_form = pytest.mark.parametrize(
+    "form", [jnp.float32, jnp.bfloat16, jnp.uint16, "packed"], ids=["float32", "bfloat16", "bits", "packed"]
+)
 
 
 def vectors(kind, place, slots, positions):
@@ -41,17 +49,32 @@ def ids_of(slots, positions):
     return (100 * slots + positions).astype(jnp.int32)
 
 
-def nan_state(dtype=jnp.float32):
-    def poisoned(*shape, dtype=dtype):
+def spelled(values):
+    """``[... 32]``: whole numbers below 256 as binary digits 0 and 6, which every packed format holds exactly."""
+    digits = jnp.unpackbits(values.astype(jnp.int32).astype(jnp.uint8), axis=-1)
+    return 6.0 * digits.astype(jnp.float32)
+
+
+def unspelled(digits):
+    """The inverse of :func:`spelled`; NaN stays NaN."""
+    return digits.reshape(*digits.shape[:-1], 4, 8) / 6 @ jnp.asarray([128.0, 64, 32, 16, 8, 4, 2, 1])
+
+
+def nan_state(form=jnp.float32):
+    """A state of the test's own shapes in which nothing is written; ``form`` is a dtype, or "packed"."""
+
+    def poisoned(name, *shape, dtype=form):
+        if form == "packed" and name in PACKED:
+            return empty_cache((*shape[:-1], 32), PACKED[name], Numerics.preset("f32q"), fill=np.nan)
         values = np.full(shape, np.nan, ml_dtypes.bfloat16 if dtype == jnp.uint16 else dtype)
         return jnp.asarray(values.view(np.uint16) if dtype == jnp.uint16 else values)
 
     rows = SLOTS * BLOCKS * LAYOUT.rows_per_block
     return State(
-        main=poisoned(rows, 4),
-        index=poisoned(rows, 4),
-        window=poisoned(LAYERS, SLOTS, WINDOW_RING, 4),
-        pending=poisoned(len(LAYOUT.ratios), SLOTS, PENDING_RING, 8, dtype=jnp.float32),
+        main=poisoned("main", rows, 4),
+        index=poisoned("index", rows, 4),
+        window=poisoned("window", LAYERS, SLOTS, WINDOW_RING, 4),
+        pending=poisoned("pending", len(LAYOUT.ratios), SLOTS, PENDING_RING, 8, dtype=jnp.float32),
         history=jnp.full((SLOTS, HISTORY_RING), -7, jnp.int32),
         layout=LAYOUT,
     )
@@ -60,27 +83,38 @@ def nan_state(dtype=jnp.float32):
 def read_and_store(source, rows, place_of=int):
     """Everything that a layer asks of a source, in the order in which layers ask: reads before stores of a ring."""
     reads = {}
-    dtype = source.entries.dtype if isinstance(source, SequenceSource) else decode(source.state.main).dtype
+    cache = source.entries if isinstance(source, SequenceSource) else source.state.main
+    packed = isinstance(cache, CachedRows)
+    dtype = jnp.dtype(jnp.float32) if packed else read_rows(cache, jnp.float32).dtype
+
+    def stamp(kind, place, positions):
+        stamps = vectors(kind, place, rows.slots, positions)
+        return spelled(stamps) if packed else stamps.astype(dtype)
+
+    def read(values):
+        assert values.dtype == dtype
+        return unspelled(values) if packed else values
+
     for layer in range(LAYERS):
-        keys = vectors(1, layer, rows.slots, rows.positions).astype(dtype)
+        keys = stamp(1, layer, rows.positions)
         for part, (_, (_, tile_rows), starts) in enumerate(rows.tile_starts()):
             wanted = rows.positions[starts][:, None] + jnp.arange(-FAR, tile_rows)[None]
             wanted = jnp.where((rows.positions[starts] >= 0)[:, None], wanted, -1)
-            reads[f"window {layer} {part}"] = source.window_keys(place_of(layer), keys, rows, starts, wanted)
+            reads[f"window {layer} {part}"] = read(source.window_keys(place_of(layer), keys, rows, starts, wanted))
         source = source.store_window(place_of(layer), keys, rows)
     for group, ratio in enumerate(LAYOUT.ratios):
         pending = jnp.tile(vectors(2, group, rows.slots, rows.positions), (1, 2))
         reads[f"previous {group}"] = source.previous(place_of(group), pending, rows)
         source = source.store_pending(place_of(group), pending, rows)
         entry = rows.positions // ratio
-        entries, keys = (vectors(kind, group, rows.slots, entry).astype(dtype) for kind in (3, 4))
-        source = source.store_entries(place_of(group), ratio, entries, keys, rows)
+        source = source.store_entries(place_of(group), ratio, stamp(3, group, entry), stamp(4, group, entry), rows)
         everyone = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)
-        reads[f"index {group}"] = source.index_keys(place_of(group), ratio, rows, everyone)
+        reads[f"index {group}"] = read(source.index_keys(place_of(group), ratio, rows, everyone, dtype))
         selection = jnp.arange(-1, LAYOUT.block_tokens * BLOCKS // ratio, dtype=jnp.int32)[::-1]
         selection = jnp.where(selection[None] < rows.visible_entries(ratio)[:, None], selection[None], -1)
         pool, indices = source.entry_rows(place_of(group), ratio, rows, selection)
-        reads[f"entries {group}"] = selection, jnp.where((indices >= 0)[..., None], decode(pool)[indices], -1)
+        named = read(gather_rows(pool, indices, dtype))
+        reads[f"entries {group}"] = selection, jnp.where((indices >= 0)[..., None], named, -1)
     ids = ids_of(rows.slots, rows.positions)
     reads["ids"] = source.previous_ids(ids, rows, BACK)
     return source.store_ids(ids, rows), reads
@@ -152,10 +186,10 @@ def run(state, chunks, tables=TABLES):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint16], ids=["float32", "bfloat16", "bits"])
-def test_reads_return_what_stands_at_the_wanted_place(seed, dtype):
+@every_form
+def test_reads_return_what_stands_at_the_wanted_place(seed, form):
     """Random steps of three requests: window, pending, entries, index keys and look-back of the right token each."""
-    state = nan_state(dtype)
+    state = nan_state(form)
     for chunks in random_schedule(seed):
         state, reads, rows = run(state, chunks)
         check_windows(reads, rows, {slot: start for slot, start, _ in chunks})
@@ -188,18 +222,42 @@ def test_rows_that_ran_ahead_are_overwritten_before_they_are_read():
         np.testing.assert_array_equal(window[-4:], stamped(1, 0, 0, range(position - 3, position + 1)))
 
 
+@pytest.mark.parametrize("form", [jnp.float32, "packed"], ids=["float32", "packed"])
 @pytest.mark.parametrize("chunks", [[], [(1, 9, 1)], [(1, 8, 5)]], ids=["padding alone", "decode", "prefill"])
-def test_a_step_writes_the_places_of_its_rows_and_no_other(chunks):
+def test_a_step_writes_the_places_of_its_rows_and_no_other(chunks, form):
     """Padding rows have slot 0 and position -1: neither slot 0 nor its last block, nor block 0, may notice them."""
-    before = nan_state()
+    before = nan_state(form)
     after, _, _ = run(before, chunks)
     for name in ("main", "index", "window", "pending", "history"):
-        old, new = np.asarray(getattr(before, name)), np.asarray(getattr(after, name))
+        old, new = (values_of(getattr(state, name)) for state in (before, after))
         changed = ~((old == new) | (np.isnan(old) & np.isnan(new)))
         places = {tuple(int(n) for n in place[:-1]) for place in np.argwhere(changed)}
         if name == "history":
             places = {tuple(int(n) for n in place) for place in np.argwhere(changed)}
         assert places == expected_places(name, chunks), name
+
+
+@pytest.mark.parametrize("form", [jnp.float32, "packed"], ids=["float32", "packed"])
+@pytest.mark.parametrize("held", [1, 6, 7, 20])
+def test_entries_of_held_tokens_are_not_rewritten(form, held):
+    """Rows 3 .. 13: entries completed below ``held`` stay NaN, rings take all rows; 7 stands inside a pair of ratio 2.
+
+    Plain and packed caches; replay of a prefix hit.
+    """
+    batch, *_ = pack([Chunk(1, 3, [1] * 11, held=held)], SHAPE)
+    after = paged_step(nan_state(form), batch, TABLES)[0].state
+    for name in ("main", "index"):
+        written = {(int(row),) for row in np.flatnonzero(~np.isnan(values_of(getattr(after, name))).any(axis=1))}
+        start = max(held, 3)
+        assert written == expected_places(name, [(1, start, max(0, 14 - start))]), name
+    for name in ("window", "pending"):
+        ring = getattr(after, name).shape[2]
+        places = np.argwhere(~np.isnan(values_of(getattr(after, name))).any(axis=-1))
+        assert {tuple(int(n) for n in place) for place in places} == expected_places(name, [(1, 14 - ring, ring)]), name
+
+
+def values_of(cache):
+    return np.asarray(cache.values(jnp.float32) if isinstance(cache, CachedRows) else cache)
 
 
 def expected_places(name, chunks):
@@ -269,11 +327,11 @@ def test_sources_follow_the_protocol():
     assert isinstance(PagedSource(nan_state(), jnp.asarray(TABLES)), KeySource)
 
 
-def test_stored_arrays_keep_their_dtypes():
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.uint16):
-        before = nan_state(dtype)
-        after, _, _ = run(before, [(0, 0, 2)])
-        assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, before)
+@every_form
+def test_stored_arrays_keep_their_dtypes(form):
+    before = nan_state(form)
+    after, _, _ = run(before, [(0, 0, 2)])
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, before)
 
 
 @pytest.mark.parametrize(

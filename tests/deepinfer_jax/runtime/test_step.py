@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from jax import Array
 
 from deepinfer_jax.cache.layout import PageLayout
-from deepinfer_jax.cache.state import State, decode, initial_state
+from deepinfer_jax.cache.state import State, initial_state, read_rows
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
 from deepinfer_jax.runtime.step import advance, row_logits
+from pallas_kernels import CachedRows
 from tests.checkpoints import golden_model, prompts
 from tests.golden import tensors
 
@@ -32,6 +33,8 @@ BLOCKS_PER_SLOT = 26
 MIXED = StepShape(decode_rows=4, prefill_tiles=4, tile_rows=16)
 WHOLE = StepShape(decode_rows=0, prefill_tiles=13, tile_rows=16)
 LOGIT_TOLERANCE = 2e-4
+CACHES = ("main", "index", "window")
+CHECKPOINTS = {"released": "quant"}  # that of other numerics is "bf16"
 
 
 @functools.partial(jax.jit, static_argnames=("config", "numerics", "deterministic"), donate_argnames="state")
@@ -51,9 +54,9 @@ def step(
 class Runner:
     """Requests over one state: feed chunks, collect each request's logits by position."""
 
-    def __init__(self, numerics: str, deterministic: bool, seed: int = 0) -> None:
+    def __init__(self, numerics: str, deterministic: bool, seed: int = 0, fill: float = np.nan) -> None:
         self.numerics, self.deterministic = Numerics.preset(numerics), deterministic
-        self.config, self.params = golden_model("bf16", numerics)
+        self.config, self.params = golden_model(CHECKPOINTS.get(numerics, "bf16"), numerics)
         self.tables = np.random.default_rng(seed).permutation(SLOTS * BLOCKS_PER_SLOT).astype(np.int32)
         self.tables = self.tables.reshape(SLOTS, BLOCKS_PER_SLOT)
         self.state = initial_state(
@@ -62,7 +65,7 @@ class Runner:
             slots=SLOTS,
             blocks=SLOTS * BLOCKS_PER_SLOT,
             layout=PageLayout.of(self.config, BLOCK_TOKENS),
-            fill=np.nan,
+            fill=fill,
         )
 
     def run(self, chunks: list[Chunk], shape: StepShape = MIXED) -> list[np.ndarray]:
@@ -76,17 +79,23 @@ class Runner:
 
     def request_state(self, slot: int, length: int) -> dict[str, np.ndarray]:
         """What a request of ``length`` tokens owns: its entries and index keys, and its still visible window keys."""
-        state, layout = self.state, self.state.layout
+        layout = self.state.layout
+        main, index, window = (np.asarray(cache) for cache in caches(self.state))
         owned: dict[str, np.ndarray] = {}
         for group, (ratio, offset) in enumerate(zip(layout.ratios, layout.group_offsets, strict=True)):
             entry = np.arange(length // ratio)
             per_block = BLOCK_TOKENS // ratio
             rows = self.tables[slot, entry // per_block] * layout.rows_per_block + offset + entry % per_block
-            owned[f"main {group}"] = np.asarray(decode(state.main))[rows]
-            owned[f"index {group}"] = np.asarray(decode(state.index))[rows]
+            owned[f"main {group}"], owned[f"index {group}"] = main[rows], index[rows]
         positions = np.arange(max(0, length - self.config.sliding_window), length)
-        owned["window"] = np.asarray(decode(state.window))[:, slot, positions % state.window.shape[2]]
+        owned["window"] = window[:, slot, positions % window.shape[2]]
         return owned
+
+
+@jax.jit
+def caches(state: State) -> tuple[Array, ...]:
+    """Entries, index keys and window keys in float32, which is exact for every format."""
+    return tuple(read_rows(getattr(state, name), jnp.float32).astype(jnp.float32) for name in CACHES)
 
 
 @functools.cache
@@ -122,7 +131,7 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return steps
 
 
-@pytest.mark.parametrize("numerics", ["f32", "f32q", "bf16"])
+@pytest.mark.parametrize("numerics", ["f32", "f32q", "bf16", "released"])
 @settings(max_examples=8)
 @given(schedule=schedules(), seed=st.integers(0, 99))
 def test_any_chunking_beside_any_neighbours_is_bit_equal(
@@ -142,8 +151,9 @@ def test_any_chunking_beside_any_neighbours_is_bit_equal(
     for slot, rows in logits.items():
         want_logits, want_state = alone(numerics, tokens[slot])
         np.testing.assert_array_equal(np.concatenate(rows), want_logits)
+        got_state = runner.request_state(slot, totals[slot])
         for name, want in want_state.items():
-            np.testing.assert_array_equal(runner.request_state(slot, totals[slot])[name], want, err_msg=name)
+            np.testing.assert_array_equal(got_state[name], want, err_msg=name)
         assert all(np.isfinite(part).all() for part in want_state.values())
 
 
@@ -197,6 +207,31 @@ def test_a_freed_slot_and_its_pages_can_be_reused(numerics: str) -> None:
     (got,) = runner.run([Chunk(0, 0, tokens)])
     want, _ = alone(numerics, tokens)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_unwritten_packed_rows_are_never_read(deterministic: bool) -> None:
+    """Numerics f32q, replay exact: NaN, zeros or large values in them give the same logits and the same state.
+
+    NaN alone would not show a selection that ranks unwritten index keys, since a score of NaN may count as the lowest.
+    """
+    clean, poisoned, large = (Runner("f32q", deterministic, fill=fill) for fill in (0.0, np.nan, 0.0))
+    packed = {name: getattr(large.state, name) for name in CACHES}
+    packed = {name: CachedRows.pack(jnp.full(cache.shape, 2e3), cache.name) for name, cache in packed.items()}
+    large.state = dataclasses.replace(large.state, **packed)
+    assert all(np.isnan(values).all() for values in caches(poisoned.state))
+    assert all((values > 1e3).all() for values in caches(large.state))
+    chunks = [Chunk(0, 0, tokens_of(3, 37)), Chunk(2, 0, tokens_of(4, 1))]
+    later = [Chunk(0, 37, tokens_of(3, 38)[37:]), Chunk(2, 1, tokens_of(4, 30)[1:])]
+    want = [clean.run(chunks), clean.run(later)]
+    for runner in (poisoned, large):
+        for chunked, expected in zip((chunks, later), want, strict=True):
+            for got, logits in zip(runner.run(chunked), expected, strict=True):
+                np.testing.assert_array_equal(got, logits)
+        for slot, length in ((0, 38), (2, 30)):
+            for name, values in clean.request_state(slot, length).items():
+                np.testing.assert_array_equal(runner.request_state(slot, length)[name], values, err_msg=name)
+    assert all(np.isfinite(logits).all() for logits in (*want[0], *want[1]))
 
 
 def test_image_spans_may_be_cut_anywhere() -> None:
