@@ -6,11 +6,12 @@ late: a request that turns out to have ended runs one more row, whose result nob
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 
 from deepinfer_jax.admission import Admissions
 from deepinfer_jax.assembly import Assembled, Part, assemble
@@ -21,7 +22,7 @@ from deepinfer_jax.errors import InputError, OverloadError
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import recomputes, suspend
 from deepinfer_jax.recorder import Recorder
-from deepinfer_jax.request import Output, Request
+from deepinfer_jax.request import Completion, Output, Request
 from deepinfer_jax.results import Results, StepRecord
 from deepinfer_jax.runtime.batch import StepShape
 from deepinfer_jax.runtime.choices import ChoiceTable
@@ -149,6 +150,37 @@ class Engine:
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             if sequence.request_id == request_id and sequence.finish_reason is None:
                 self._end(sequence, reason)
+
+    def generate(
+        self, requests: Items[Request], *, progress: Callable[[int], None] = lambda tokens: None
+    ) -> list[list[Completion]]:
+        """Run requests to their end. Returns, per request, the answer of each branch.
+
+        One that ends in an error does not touch the others: its answer says so. ``progress`` is told how many tokens
+        came with every step.
+
+        Raises:
+          InputError: one of the requests cannot be served; none is queued then.
+          OverloadError: the requests are more than may wait.
+        """
+        for request in requests:
+            self.check(request)
+        numbers = [self.submit(request) for request in requests]
+        answers: dict[tuple[int, int], list[Output]] = collections.defaultdict(list)
+        try:
+            while self.busy:
+                news = self.step()
+                for output in news:
+                    answers[output.request_id, output.branch].append(output)
+                progress(sum(len(output.tokens) for output in news))
+        except BaseException:
+            for number in numbers:
+                self.abort(number)
+            raise
+        return [
+            [Completion.of(answers[number, branch]) for branch in range(request.params.n)]
+            for number, request in zip(numbers, requests, strict=True)
+        ]
 
     @property
     def busy(self) -> bool:
@@ -286,12 +318,3 @@ class Engine:
         metrics.used_slots.set(self.books.used_slots)
         metrics.held_windows.set(len(self._checkpoints))
         metrics.recompiles.inc(self._device.new_compiles())
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The whole answer of one branch."""
-
-    tokens: tuple[int, ...]
-    text: str
-    last: Output

@@ -11,7 +11,6 @@ from deepinfer_jax.runtime.device import Device
 from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.runtime.transfer import batches
 from deepinfer_jax.sequence import Sequence
-from deepinfer_jax.settings import PreemptionWay
 
 # Below so many tokens a computation is not worth the traffic, whatever the rates.
 _FEW_TOKENS = 32
@@ -39,7 +38,7 @@ class Held(InFlight):
         self._arrays = planes
 
 
-def recomputes(sequence: Sequence, replay: Replay, way: PreemptionWay, seconds_per_row: float, rate: float) -> bool:
+def recomputes(sequence: Sequence, replay: Replay, way: str, seconds_per_row: float, rate: float) -> bool:
     """Whether a sequence shall come back by running its tokens again, rather than by a snapshot.
 
     Running again gives the same only where nothing of it descends from a bounded replay.

@@ -6,14 +6,10 @@ Pages of the hit are held; window rings are not. Model specification, section 17
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
-
 from deepinfer_jax.cache.blocks import Replays
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
 
-ReplayMode = Literal["exact", "bounded"]
-DecoderReplay = Literal["off", "mask", "compact"]
 DEFAULT_KEEP = 140
 
 
@@ -29,8 +25,8 @@ class Replay:
         keep: prompt rows that decoder layers keep, in tokens.
     """
 
-    mode: ReplayMode = "exact"
-    decoder: DecoderReplay = "off"
+    mode: str = "exact"
+    decoder: str = "off"
     keep: int = DEFAULT_KEEP
 
     def check(self, config: ModelConfig, max_drafts: int) -> None:

@@ -229,3 +229,34 @@ class Output:
     matched: str | int | None = None
     error: str | None = None
     receipt: Receipt | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The whole answer of one branch; fields as in :class:`Output`."""
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprob, ...]
+    prompt_logprobs: tuple[Logprob, ...] | None
+    finish_reason: str
+    matched: str | int | None
+    error: str | None
+    receipt: Receipt
+
+    @classmethod
+    def of(cls, news: Sequence[Output]) -> Completion:
+        """Join the news of a branch, the last one included."""
+        last = news[-1]
+        assert last.finish_reason is not None
+        assert last.receipt is not None
+        return cls(
+            tokens=tuple(token for output in news for token in output.tokens),
+            text="".join(output.text for output in news),
+            logprobs=tuple(logprob for output in news for logprob in output.logprobs),
+            prompt_logprobs=next((output.prompt_logprobs for output in news if output.prompt_logprobs), None),
+            finish_reason=last.finish_reason,
+            matched=last.matched,
+            error=last.error,
+            receipt=last.receipt,
+        )

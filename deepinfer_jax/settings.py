@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from typing import Literal
-
 from deepinfer_jax.cache.layout import DEFAULT_BLOCK_TOKENS
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError
@@ -13,7 +11,7 @@ from deepinfer_jax.replay import Replay
 from deepinfer_jax.request import MOST_LOGPROBS
 from deepinfer_jax.runtime.batch import StepShape
 
-PreemptionWay = Literal["auto", "snapshot", "recompute"]
+PREEMPTION_WAYS = ("auto", "snapshot", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class EngineSettings:
     window_checkpoints: int = 8
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
-    preemption: PreemptionWay = "auto"
+    preemption: str = "auto"
     recorded_steps: int = 32
     poison: bool = False
 
@@ -66,6 +64,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, value, "1 or more")
+        if self.preemption not in PREEMPTION_WAYS:
+            raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
         if self.window_checkpoints < 0:
             raise ConfigError("window_checkpoints", self.window_checkpoints, "0 or more")
         for name in ("decode_rows", "prefill_tiles"):

@@ -112,10 +112,14 @@ class Runner:
         history = fresh.history.at[0, positions % ring].set(ids)
         self.state = dataclasses.replace(fresh, main=self.state.main, index=self.state.index, history=history)
 
-    def written(self, slot: int, layers: slice, ring_positions: np.ndarray) -> np.ndarray:
-        """Per layer and position, whether the window ring holds anything at its place."""
+    def ring(self, slot: int, layers: slice, positions: np.ndarray) -> np.ndarray:
+        """Per layer and position, what the window ring holds at its place."""
         window = np.asarray(read_rows(self.state.window, jnp.float32))
-        return ~np.isnan(window[layers, slot][:, ring_positions % window.shape[2]]).any(axis=-1)
+        return window[layers, slot][:, positions % window.shape[2]]
+
+    def written(self, slot: int, layers: slice, positions: np.ndarray) -> np.ndarray:
+        """Per layer and position, whether the window ring holds anything at its place."""
+        return ~np.isnan(self.ring(slot, layers, positions)).any(axis=-1)
 
 
 def bits(cache) -> np.ndarray:
@@ -153,12 +157,22 @@ def test_all_rows_kept_are_the_whole_pass(replay, form):
 @pytest.mark.parametrize("keep", [16, 18, 23, 32])
 @pytest.mark.parametrize("cuts", [(), (16, 40)], ids=["at once", "in chunks"])
 def test_kept_rows_alone_are_what_they_are_among_masked_ones(keep, cuts):
-    """The first chunk of 16 lies below every floor. The tokens have clear selections at keep 23."""
+    """Draft inputs, pages and rings of decoder layers and draft stages too; the tokens have clear selections at keep 23.
+
+    The first chunk of 16 lies below every floor.
+    """
     tokens = tensors("replay/replay_tiny_a.npz")["cold_keep23_n50.tokens"][:50].tolist()
     mask, compact = Runner("mask"), Runner("compact")
     want, got = (runner.prefill(tokens, keep, cuts) for runner in (mask, compact))
     assert got.hidden.shape == (keep, compact.config.hidden_size)
     assert_close(got, want)
+    assert_same_but_decoder_rings(compact, mask)
+    kept = np.arange(len(tokens) - min(keep, compact.state.window.shape[2]), len(tokens))
+    got_rings, want_rings = (
+        runner.ring(0, slice(runner.config.encoder_layers, None), kept) for runner in (compact, mask)
+    )
+    assert np.isfinite(want_rings).all()
+    assert_close(got_rings, want_rings)
 
 
 def test_kept_rows_in_their_own_places_are_bit_equal_to_masked_ones():

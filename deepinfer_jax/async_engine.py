@@ -1,0 +1,141 @@
+"""The engine for asyncio: its loop in a thread of its own, news as asynchronous streams."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from deepinfer_jax.engine import Engine
+from deepinfer_jax.request import Output, Request
+
+_Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Output | BaseException]"]
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed, or its loop failed, before the request ended."""
+
+
+class AsyncEngine:
+    """Owns an engine and the thread that turns its loop.
+
+    Use as a context manager, or close it. Every method may be called from any thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._orders: collections.deque[Callable[[], None]] = collections.deque()
+        self._streams: dict[int, tuple[_Stream, set[int]]] = {}
+        self._wake, self._closing = threading.Event(), False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loop. Requests that still run end with :class:`EngineClosedError`."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    async def stream(self, request: Request) -> AsyncIterator[Output]:
+        """News of a request as they come, of all branches. Leaving the stream early aborts the request.
+
+        Raises:
+          InputError: the request cannot be served.
+          OverloadError: too many requests wait.
+          EngineClosedError: the engine ended first.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Output | BaseException] = asyncio.Queue()
+        submitted: asyncio.Future[int] = loop.create_future()
+        self._order(lambda: self._submit(request, (loop, queue), submitted))
+        number, open_branches = None, request.params.n
+        try:
+            number = await asyncio.shield(submitted)
+            while open_branches:
+                output = await queue.get()
+                if isinstance(output, BaseException):
+                    raise output
+                open_branches -= output.finish_reason is not None
+                yield output
+        finally:
+            if open_branches:
+                # The engine may learn of the request after the caller has gone.
+                submitted.add_done_callback(self._abort_submitted)
+
+    def _abort_submitted(self, submitted: asyncio.Future[int]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            number = submitted.result()
+            with contextlib.suppress(EngineClosedError):
+                self._order(lambda: self._engine.abort(number))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Have something done between two steps."""
+        if self._failure is not None or self._closing:
+            raise EngineClosedError("the engine is closed") from self._failure
+        self._orders.append(order)
+        self._wake.set()
+
+    def _submit(self, request: Request, stream: _Stream, submitted: asyncio.Future[int]) -> None:
+        loop, _ = stream
+        try:
+            number = self._engine.submit(request)
+        except Exception as error:
+            _call(loop, _fail, submitted, error)
+            return
+        self._streams[number] = (stream, set(range(request.params.n)))
+        _call(loop, _succeed, submitted, number)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.clear()
+                while self._orders:
+                    self._orders.popleft()()
+                if self._engine.busy:
+                    self._deliver(self._engine.step())
+                else:
+                    self._wake.wait()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._closing = True
+            ended = EngineClosedError("the engine ended before the request")
+            ended.__cause__ = self._failure
+            for (loop, queue), _ in self._streams.values():
+                _call(loop, queue.put_nowait, ended)
+
+    def _deliver(self, news: list[Output]) -> None:
+        for output in news:
+            (loop, queue), open_branches = self._streams[output.request_id]
+            _call(loop, queue.put_nowait, output)
+            if output.finish_reason is not None:
+                open_branches.discard(output.branch)
+                if not open_branches:
+                    del self._streams[output.request_id]
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call in an event loop from another thread; a loop that has closed has nobody waiting."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _succeed(future: asyncio.Future[int], number: int) -> None:
+    if not future.done():
+        future.set_result(number)
+
+
+def _fail(future: asyncio.Future[int], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
