@@ -157,9 +157,9 @@ def test_all_rows_kept_are_the_whole_pass(replay, form):
 @pytest.mark.parametrize("keep", [16, 18, 23, 32])
 @pytest.mark.parametrize("cuts", [(), (16, 40)], ids=["at once", "in chunks"])
 def test_kept_rows_alone_are_what_they_are_among_masked_ones(keep, cuts):
-    """Draft inputs, pages and rings of decoder layers and draft stages too; the tokens have clear selections at keep 23.
+    """Pages and rings of decoder layers too. The first chunk of 16 lies below every floor.
 
-    The first chunk of 16 lies below every floor.
+    The tokens have clear selections at keep 23.
     """
     tokens = tensors("replay/replay_tiny_a.npz")["cold_keep23_n50.tokens"][:50].tolist()
     mask, compact = Runner("mask"), Runner("compact")
@@ -168,9 +168,8 @@ def test_kept_rows_alone_are_what_they_are_among_masked_ones(keep, cuts):
     assert_close(got, want)
     assert_same_but_decoder_rings(compact, mask)
     kept = np.arange(len(tokens) - min(keep, compact.state.window.shape[2]), len(tokens))
-    got_rings, want_rings = (
-        runner.ring(0, slice(runner.config.encoder_layers, None), kept) for runner in (compact, mask)
-    )
+    decoder = slice(compact.config.encoder_layers, compact.config.num_hidden_layers)
+    got_rings, want_rings = (runner.ring(0, decoder, kept) for runner in (compact, mask))
     assert np.isfinite(want_rings).all()
     assert_close(got_rings, want_rings)
 
@@ -195,7 +194,7 @@ def test_kept_rows_in_their_own_places_are_bit_equal_to_masked_ones():
 
 
 def test_deterministic_kept_rows_are_bit_equal_to_masked_ones():
-    """Numerics f32q, deterministic; other chunks too. Hidden states, logits, draft inputs, pages, encoder rings."""
+    """Numerics f32q, deterministic; other chunks too. Hidden states, logits, draft inputs, pages and all rings."""
     tokens = prompts()["p200"][:53]
     mask, compact = (Runner(replay, deterministic="f32q") for replay in ("mask", "compact"))
     want, got = mask.prefill(tokens, 21, cuts=(13,)), compact.prefill(tokens, 21, cuts=(27,))
@@ -203,6 +202,10 @@ def test_deterministic_kept_rows_are_bit_equal_to_masked_ones():
         np.testing.assert_array_equal(one, other)
         assert np.isfinite(one).all()
     assert_same_but_decoder_rings(compact, mask)
+    later = slice(compact.config.encoder_layers, None)  # decoder layers and draft stages
+    got_rings, want_rings = (runner.ring(0, later, np.arange(32, 53)) for runner in (compact, mask))
+    assert np.isfinite(want_rings).all()
+    np.testing.assert_array_equal(got_rings, want_rings)
 
 
 def assert_follow(runner: Runner, case, last: np.ndarray) -> None:
