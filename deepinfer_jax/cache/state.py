@@ -103,6 +103,7 @@ def write_rows(cache: Cache, place: Any, values: Float[Array, "*batch channels"]
     if isinstance(cache, CachedRows):
         packed = values if isinstance(values, CachedRows) else CachedRows.pack(values, cache.name)
         return jax.tree.map(lambda plane, rows: plane.at[place].set(rows, mode="drop"), cache, packed)
+    assert not isinstance(values, CachedRows)
     return cache.at[place].set(encode(values, cache.dtype), mode="drop")
 
 
