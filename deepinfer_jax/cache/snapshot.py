@@ -37,6 +37,7 @@ IMAGE_ID = -1
 """Compressed id of image-type tokens, which blocks Engram's look-back."""
 
 _LENGTH = struct.Struct("<I")
+_NUMBERS = ("prompt_length", "computed", "floor", "decoder_floor", "held")
 
 
 class ImageSpan(NamedTuple):
@@ -69,9 +70,10 @@ class SnapshotMeta:
         fingerprint: of the state, 32 bytes.
         tokens: token ids, prompt and generated; those behind ``computed`` were not run yet.
         prompt_length: how many of them are the prompt.
-        computed: tokens whose state is in the snapshot.
+        computed: tokens that were run, and whose state is in the snapshot.
         floor: lowest window position that encoder layers see for the rest of the prompt; no key below it exists.
         decoder_floor: the same of decoder layers and draft stages.
+        held: entries of tokens below it are in the pages whatever was run, since the prompt began with a hit.
         replays: bounded replays that the state descends from.
         images: image spans in order.
 
@@ -85,13 +87,14 @@ class SnapshotMeta:
     computed: int
     floor: int = 0
     decoder_floor: int = 0
+    held: int = 0
     replays: Replays = EXACT
     images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name, least in (("prompt_length", 1), ("computed", 0), ("floor", 0), ("decoder_floor", 0)):
-            _check_number(name, getattr(self, name), least, length)
+        for name in _NUMBERS:
+            _check_number(name, getattr(self, name), 1 if name == "prompt_length" else 0, length)
         for hit in self.replays:
             _check_number("replays", hit, 1, length)
         behind = 0
@@ -104,10 +107,15 @@ class SnapshotMeta:
         if len(self.fingerprint) != FINGERPRINT_BYTES:
             raise SnapshotError("meta fingerprint", self.fingerprint, f"{FINGERPRINT_BYTES} bytes")
 
+    @property
+    def paged(self) -> int:
+        """Tokens whose complete entries are in the pages: more than were run while a hit's window is replayed."""
+        return max(self.computed, self.held)
+
     def to_bytes(self) -> bytes:
         """The section ``meta``: a JSON object in one spelling, its length before it, and the ids as int32."""
         spans = [[span.start, span.end, span.digest.hex()] for span in self.images]
-        fields = {name: getattr(self, name) for name in ("prompt_length", "computed", "floor", "decoder_floor")}
+        fields = {name: getattr(self, name) for name in _NUMBERS}
         document = json.dumps(
             fields | {"replays": self.replays, "images": spans}, sort_keys=True, separators=(",", ":")
         ).encode("ascii")
@@ -164,7 +172,7 @@ def pending_name(group: int) -> str:
 
 def section_names(meta: SnapshotMeta, form: StateFormat) -> list[str]:
     """All sections of a complete snapshot."""
-    blocks, groups = range(form.layout.blocks_for(meta.computed)), range(len(form.layout.ratios))
+    blocks, groups = range(form.layout.blocks_for(meta.paged)), range(len(form.layout.ratios))
     return [
         META,
         *(page_name(block, group) for block in blocks for group in groups),
@@ -187,7 +195,7 @@ def pack(meta: SnapshotMeta, blocks: Any, slot: Any, form: StateFormat) -> dict[
 
 def pack_blocks(meta: SnapshotMeta, first: int, blocks: Any, form: StateFormat) -> dict[str, bytes]:
     """The page sections of consecutive blocks from the request's block ``first`` on; ``blocks`` as in :func:`pack`."""
-    stop = min(first + _count(blocks), form.layout.blocks_for(meta.computed))
+    stop = min(first + _count(blocks), form.layout.blocks_for(meta.paged))
     packed = {}
     for block in range(first, stop):
         for group in range(len(form.layout.ratios)):
@@ -247,8 +255,8 @@ def unpack(
     """
     meta = open_meta(snapshot, form)
     for name in set(snapshot) - set(section_names(meta, form)):
-        raise SnapshotError(name, "present", f"the sections of {meta.computed} computed tokens")
-    blocks = unpack_blocks(snapshot, meta, 0, form.layout.blocks_for(meta.computed), form, fill)
+        raise SnapshotError(name, "present", f"the sections of {meta.computed} computed and {meta.held} held tokens")
+    blocks = unpack_blocks(snapshot, meta, 0, form.layout.blocks_for(meta.paged), form, fill)
     return meta, blocks, unpack_slot(snapshot, meta, rings, form, token_map, fill)
 
 
@@ -312,12 +320,14 @@ def _first_entry(block: int, group: int, form: StateFormat) -> int:
 def _entries(meta: SnapshotMeta, block: int, group: int, form: StateFormat) -> int:
     """Complete entries of a group in a block."""
     ratio = form.layout.ratios[group]
-    return min(form.layout.block_tokens // ratio, max(0, meta.computed // ratio - _first_entry(block, group, form)))
+    return min(form.layout.block_tokens // ratio, max(0, meta.paged // ratio - _first_entry(block, group, form)))
 
 
 def _open_groups(meta: SnapshotMeta, form: StateFormat) -> list[int]:
     """Groups in which the last token has begun an entry that it did not complete."""
-    return [group for group, ratio in enumerate(form.layout.ratios) if meta.computed % ratio]
+    # A pair that begins below ``held`` is in the pages, and may begin before anything was run.
+    begun = meta.computed >= meta.held
+    return [group for group, ratio in enumerate(form.layout.ratios) if begun and meta.computed % ratio]
 
 
 def _window_start(meta: SnapshotMeta, layer: int, form: StateFormat) -> int:

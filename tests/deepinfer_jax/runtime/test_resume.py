@@ -97,7 +97,7 @@ class Engine:
         """The snapshot of a request; ``fields`` as in ``SnapshotMeta``."""
         meta = SnapshotMeta(self.form.fingerprint, tokens, len(tokens), computed, **fields)
         snapshot = {"meta": meta.to_bytes()}
-        used = self.tables[slot, : self.form.layout.blocks_for(computed)].tolist()
+        used = self.tables[slot, : self.form.layout.blocks_for(meta.paged)].tolist()
         for call, numbers in enumerate(batches(used)):
             planes = jax.tree.map(np.asarray, self.transfer.read_blocks(self.state, numbers))
             snapshot |= pack_blocks(meta, call * BLOCKS_AT_ONCE, planes, self.form)
@@ -109,7 +109,7 @@ class Engine:
         """Fill a slot, and the blocks of its table, from a snapshot."""
         rings = Rings.of(self.transfer.slot_planes)
         meta, blocks, content = unpack(snapshot, rings, self.form, np.asarray(self.params.token_map), fill=np.nan)
-        self.write(self.tables[slot, : self.form.layout.blocks_for(meta.computed)].tolist(), blocks)
+        self.write(self.tables[slot, : self.form.layout.blocks_for(meta.paged)].tolist(), blocks)
         planes = slot_planes(content, self.transfer.slot_planes)
         self.state = self.transfer.write_slot(self.state, slot, planes)
         return meta
@@ -172,9 +172,9 @@ def test_a_request_goes_on_elsewhere_bit_by_bit(numerics: str, cut: int, more: i
     assert receiver.take(1, tokens, LENGTH) == final
 
 
-@pytest.mark.parametrize("cut", [65, 69, 80])
+@pytest.mark.parametrize("cut", [48, 51, 63, 64, 65, 69, 80])
 def test_a_replayed_window_goes_on_elsewhere(cut: int) -> None:
-    """f32, bounded: cut close behind a hit of 64 tokens, where the windows reach back to keys that do not exist."""
+    """f32, bounded: cut within or behind the replay of a hit of 64 tokens; windows reach back to keys that are not."""
     hit, tokens = 64, tokens_of(1)
     fields = {"floor": hit - WINDOW, "held": hit}
 
@@ -183,17 +183,23 @@ def test_a_replayed_window_goes_on_elsewhere(cut: int) -> None:
         built = Engine(SENDER, "f32")
         built.run(0, tokens, 0, hit)
         built.tables[1, : hit // BLOCK_TOKENS] = built.tables[0, : hit // BLOCK_TOKENS]
+        # Engram looks back on the true ids, below the floor too.
+        seen = np.arange(hit - WINDOW - 3, hit - WINDOW)
+        ids = np.asarray(built.params.token_map)[np.asarray(tokens)[seen]]
+        history = built.state.history.at[1, seen % built.state.history.shape[1]].set(ids)
+        built.state = dataclasses.replace(built.state, history=history)
         return built
 
     alone = engine()
-    want = alone.run(1, tokens, hit - WINDOW, LENGTH, **fields)[WINDOW:]
+    want = alone.run(1, tokens, hit - WINDOW, LENGTH, **fields)
     sender, receiver = engine(), Engine(RECEIVER, "f32", seed=9)
-    sender.run(1, tokens, hit - WINDOW, cut, **fields)
-    meta = receiver.insert(0, sender.take(1, tokens, cut, floor=hit - WINDOW, replays=(hit,)))
-    assert meta.replays == (hit,)
+    if cut > hit - WINDOW:
+        sender.run(1, tokens, hit - WINDOW, cut, **fields)
+    meta = receiver.insert(0, sender.take(1, tokens, cut, **fields, replays=(hit,)))
+    assert (meta.held, meta.replays) == (hit, (hit,))
     assert np.isfinite(want).all()
-    got = receiver.run(0, tokens, cut, LENGTH, floor=meta.floor, held=hit)
-    np.testing.assert_array_equal(got, want[cut - hit :])
+    got = receiver.run(0, tokens, cut, LENGTH, floor=meta.floor, held=meta.held)
+    np.testing.assert_array_equal(got, want[cut - hit + WINDOW :])
 
 
 def test_encoder_only_prefill_goes_on_elsewhere() -> None:
