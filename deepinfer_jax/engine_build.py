@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.cache.fingerprint import state_fingerprint
@@ -16,6 +15,7 @@ from deepinfer_jax.engine import Engine
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.parallel.spread_engine import empty_shards, spread
 from deepinfer_jax.runtime.device import Device, StepSettings, local_functions
 from deepinfer_jax.runtime.sampler import Counts
 from deepinfer_jax.settings import EngineSettings
@@ -28,15 +28,17 @@ def build_engine(
     numerics: Numerics,
     settings: EngineSettings,
     *,
+    devices: Sequence[jax.Device] | None = None,
     weights_id: str = "",
     tokenizer: Tokenizer | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Allocate the state, compile every step, and start an engine on one device.
+    """Allocate the state, compile every step, and start an engine.
 
     Args:
-      params, config, numerics: the model, in the form that runs fastest here.
+      params, config, numerics: the model; in the form that runs fastest here, or unrolled for several devices.
       settings: of the engine.
+      devices: one shard each, over which parameters and requests are spread; None takes one device whole.
       weights_id: digest of the checkpoint, for the fingerprint of the state.
       tokenizer: for texts and stop strings.
       progress: told what is being compiled.
@@ -57,26 +59,36 @@ def build_engine(
         embedded=config.hidden_size if config.vision else 0,
     )
 
+    shards = settings.n_shards
+    functions, place = local_functions(config, numerics, step), None
+    if devices is not None:
+        if len(devices) != shards:
+            raise ConfigError("n_shards", shards, f"the number of devices, {len(devices)}")
+        over = spread(params, config, numerics, step, devices)
+        params, functions, place = over.params, over.functions, over.place
+    elif shards != 1:
+        raise ConfigError("n_shards", shards, "1 on a single device", "give as many devices as shards")
+
     def fresh() -> tuple[State, Counts, Array]:
-        return (
-            initial_state(
-                config,
-                numerics,
-                slots=settings.slots,
-                blocks=blocks,
-                layout=layout,
-                fill=float("nan") if settings.poison else 0.0,
-            ),
-            Counts.empty(settings.slots, config.vocab_size),
-            jnp.zeros(step.places, jnp.int32),
+        empty = empty_shards(
+            config,
+            numerics,
+            shards,
+            slots=settings.slots,
+            blocks=blocks,
+            layout=layout,
+            places=step.places,
+            fill=float("nan") if settings.poison else 0.0,
         )
+        return empty if place is None else place(*empty)
 
     device = Device(
         params,
         fresh,
-        local_functions(config, numerics, step),
+        functions,
         settings.shapes(),
         step,
+        n_shards=shards,
         tables_width=settings.tables_width(config),
     )
     costs = device.warm_up(progress)

@@ -185,6 +185,71 @@ def measure_prefix(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplayRun:
+    """A cold prompt with all rows through the decoder layers, and with the last ``keep`` alone.
+
+    ``layer_rows``: rows times layers that were run, without padding; useful work goes with it.
+    """
+
+    prompt: int
+    keep: int
+    off_ms: float
+    compact_ms: float
+    time_ratio: float
+    off_layer_rows: int
+    compact_layer_rows: int
+    work_ratio: float
+
+
+def measure_replay(
+    params: Model,
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    prompt: int = 2000,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ReplayRun:
+    """Time to first token of a cold prompt, decoder replay ``off`` and ``compact``."""
+    config = dataclasses.replace(config, max_position_embeddings=max(config.max_position_embeddings, prompt + 1))
+    block = EngineSettings.block_tokens
+    seconds, work = {}, {}
+    engines = {}
+    for decoder in ("off", "compact"):
+        settings = EngineSettings(
+            slots=1,
+            blocks=2 * (prompt // block + 2),
+            max_context=prompt + 1,
+            decode_rows=(1,),
+            prefill_tiles=(1, 3),
+            replay=Replay("exact", decoder),
+            window_checkpoints=0,
+        )
+        engines[decoder] = build_engine(params, config, numerics, settings, progress=progress)
+    encoder, layers = config.encoder_layers, config.num_hidden_layers
+    random = np.random.default_rng(0)
+    for repeat in range(repeats):
+        for decoder, engine in engines.items():
+            progress(f"repeat {repeat + 1} of {repeats}, decoder replay {decoder}")
+            kept = engine.metrics.value("decoder_rows_total")
+            tokens = tuple(random.integers(0, config.vocab_size, prompt).tolist())
+            took, rows = _first_token(engine, tokens)
+            kept = int(engine.metrics.value("decoder_rows_total") - kept)
+            seconds[decoder] = min(took, seconds.get(decoder, took))
+            work[decoder] = encoder * rows + (layers - encoder) * kept
+    return ReplayRun(
+        prompt=prompt,
+        keep=Replay.keep,
+        off_ms=1e3 * seconds["off"],
+        compact_ms=1e3 * seconds["compact"],
+        time_ratio=seconds["off"] / seconds["compact"],
+        off_layer_rows=work["off"],
+        compact_layer_rows=work["compact"],
+        work_ratio=work["off"] / work["compact"],
+    )
+
+
 def _first_token(engine: Engine, tokens: tuple[int, ...]) -> tuple[float, int]:
     before = engine.metrics.value("prefill_rows_total")
     begin = time.perf_counter()

@@ -21,6 +21,7 @@ from deepinfer_jax.bench.peers import PEERS, Place, check_installed
 from deepinfer_jax.bench.process import EngineError
 from deepinfer_jax.bench.side_by_side import Plan, compare
 from deepinfer_jax.checkpoint.default_model import default_model
+from deepinfer_jax.commands.bench_offline import offline_command
 from deepinfer_jax.commands.bench_text import agreement_text, comparison_text, figures_text
 from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import model_option, quiet_option
@@ -35,6 +36,7 @@ Examples:
   deepinfer-jax bench model --prompt 128
   deepinfer-jax bench model --preset peer-50m --batch 8
   deepinfer-jax bench model --config config.json --dtype bf16 --prompt 128 --json
+  deepinfer-jax bench offline --preset peer-50m --concurrency 1,8,32
   deepinfer-jax bench peers --work-directory ~/peers --only torch --repeats 3
   deepinfer-jax bench agreement --prompts 50 --margin 0.5
 """
@@ -82,6 +84,9 @@ def ending_on_terminate() -> Iterator[None]:
 @click.group(name="bench", epilog=EPILOG)
 def command() -> None:
     """Measure speed on this machine, and compare with other engines."""
+
+
+command.add_command(offline_command)
 
 
 @command.command(name="model", epilog=EPILOG)
