@@ -58,9 +58,9 @@ class AsyncEngine:
         queue: asyncio.Queue[Output | BaseException] = asyncio.Queue()
         submitted: asyncio.Future[int] = loop.create_future()
         self._order(lambda: self._submit(request, (loop, queue), submitted))
-        number, open_branches = None, request.params.n
+        open_branches = request.params.n
         try:
-            number = await asyncio.shield(submitted)
+            await asyncio.shield(submitted)
             while open_branches:
                 output = await queue.get()
                 if isinstance(output, BaseException):

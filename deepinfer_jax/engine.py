@@ -143,7 +143,9 @@ class Engine:
             raise InputError("images", len(request.images), "none, as this model has no vision")
         for span in request.images:
             if not 0 <= span.start < span.stop <= len(request.prompt):
-                raise InputError("image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}")
+                raise InputError(
+                    "image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}"
+                )
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End all branches of a request, wherever they are; their last news come with the next step."""

@@ -6,6 +6,7 @@ Pages of the hit are held; window rings are not. Model specification, section 17
 from __future__ import annotations
 
 import dataclasses
+
 from deepinfer_jax.cache.blocks import Replays
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import ConfigError

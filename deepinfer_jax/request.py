@@ -162,7 +162,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     priority: int = 0
     deadline: float | None = None
     salt: bytes = b""

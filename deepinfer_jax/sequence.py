@@ -60,7 +60,7 @@ class Sequence:
     blocks: list[int] = dataclasses.field(default_factory=list)
     keys: list[bytes] = dataclasses.field(default_factory=list)
     published: int = 0
-    restart: Restart = Restart()
+    restart: Restart = dataclasses.field(default_factory=Restart)
     served: int = 0
     passed: int = 0
     preemptions: int = 0

@@ -46,7 +46,7 @@ class EngineSettings:
     decode_rows: tuple[int, ...] = (1, 8)
     prefill_tiles: tuple[int, ...] = (1, 3)
     tile_rows: int | None = None
-    replay: Replay = Replay()
+    replay: Replay = dataclasses.field(default_factory=Replay)
     deterministic: bool = False
     max_waiting: int = 1024
     window_checkpoints: int = 8

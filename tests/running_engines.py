@@ -90,4 +90,8 @@ def run(engine: Engine, requests: list[Request]) -> list[Answer]:
     answers: dict[tuple[int, int], Answer] = {}
     while engine.busy:
         gather(answers, engine.step())
-    return [answers[number, branch] for number, request in zip(numbers, requests) for branch in range(request.params.n)]
+    return [
+        answers[number, branch]
+        for number, request in zip(numbers, requests, strict=True)
+        for branch in range(request.params.n)
+    ]

@@ -214,8 +214,9 @@ def measure_replay(
     """Time to first token of a cold prompt, decoder replay ``off`` and ``compact``."""
     config = dataclasses.replace(config, max_position_embeddings=max(config.max_position_embeddings, prompt + 1))
     block = EngineSettings.block_tokens
-    seconds, work = {}, {}
-    engines = {}
+    seconds: dict[str, float] = {}
+    work: dict[str, int] = {}
+    engines: dict[str, Engine] = {}
     for decoder in ("off", "compact"):
         settings = EngineSettings(
             slots=1,

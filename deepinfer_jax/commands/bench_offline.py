@@ -97,7 +97,9 @@ def offline_command(
         runs = list(measure_offline(*model, work, console.note))
     figures = [dataclasses.asdict(run) for run in runs]
     if as_json:
-        console.text(json.dumps({"model": preset or str(directory or "default"), "dtype": dtype, "runs": figures}) + "\n")
+        console.text(
+            json.dumps({"model": preset or str(directory or "default"), "dtype": dtype, "runs": figures}) + "\n"
+        )
         return
     rows = [tuple(figures[0]), *(tuple(_number(value) for value in run.values()) for run in figures)]
     console.text(aligned(rows, frozenset(range(len(rows[0])))))

@@ -76,7 +76,11 @@ def spread(
         put = jax.device_put((state, counts, previous), shardings(places, mesh))
         return put[0], put[1], put[2]
 
-    return Spread(jax.device_put(whole, shardings(specs, mesh)), _functions(mesh, layout, specs, config, numerics, settings), place)
+    return Spread(
+        jax.device_put(whole, shardings(specs, mesh)),
+        _functions(mesh, layout, specs, config, numerics, settings),
+        place,
+    )
 
 
 def _functions(
@@ -84,7 +88,7 @@ def _functions(
 ) -> StepFunctions:
     axis, rows = layout.placed["rows"], layout.spec(("rows",))
     exchange = GatherExchange(axis)
-    fixed = {"most": settings.most, "deterministic": settings.deterministic}
+    most, deterministic = settings.most, settings.deterministic
 
     def head(params: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocabulary"]:
         """Every device's rows by its part of the vocabulary, then every device its own rows by all of it."""
@@ -108,14 +112,14 @@ def _functions(
         return over(run, (specs, placed, rows, rows), (placed, rows, rows))(params, state, step, previous)
 
     def sample(params: Model, hidden: Array, choices: Choices, counts: Counts) -> tuple[Sampled, Counts, Array]:
-        run = functools.partial(sample_step, places=settings.places, head=head, **fixed)
+        run = functools.partial(sample_step, places=settings.places, head=head, most=most, deterministic=deterministic)
         done: tuple[Sampled, Counts, Array] = over(run, (specs, rows, rows, rows), rows)(
             params, hidden, choices, counts
         )
         return done
 
     def score(params: Model, hidden: Array, targets: Array) -> Any:
-        run = functools.partial(score_step, head=head, **fixed)
+        run = functools.partial(score_step, head=head, most=most, deterministic=deterministic)
         return over(run, (specs, rows, rows), rows)(params, hidden, targets)
 
     return StepFunctions(forward, sample, score)
@@ -130,10 +134,16 @@ def _widened(item: Parameter, value: Any) -> Any:
 
 
 def empty_shards(
-    config: ModelConfig, numerics: Numerics, shards: int, *, slots: int, blocks: int, layout: Any, places: int, fill: float
+    config: ModelConfig,
+    numerics: Numerics,
+    shards: int,
+    *,
+    slots: int,
+    blocks: int,
+    layout: Any,
+    places: int,
+    fill: float,
 ) -> tuple[State, Counts, Array]:
     """The state, counts and tokens of all shards before anything ran."""
-    state = initial_state(
-        config, numerics, slots=shards * slots, blocks=shards * blocks, layout=layout, fill=fill
-    )
+    state = initial_state(config, numerics, slots=shards * slots, blocks=shards * blocks, layout=layout, fill=fill)
     return state, Counts.empty(shards * slots, config.vocab_size), jnp.zeros(shards * places, np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any
 
 import jax.monitoring
 
@@ -39,8 +38,8 @@ class CompileCounter:
     ) -> None:
         self.close()
 
-    def _hear(self, event: str, duration: float, **details: Any) -> None:
-        del duration, details
+    def _hear(self, event: str, duration_secs: float, **details: str | int) -> None:
+        del duration_secs, details
         if event == _COMPILE_EVENT:
             with self._lock:
                 self._count += 1

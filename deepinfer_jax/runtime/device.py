@@ -47,8 +47,8 @@ class StepSettings:
     """Static settings of the compiled functions.
 
     ``most``: likeliest tokens that can be reported. ``places``: tokens that any step of a shard can sample. ``scored``:
-    rows of a shard that any step can score. ``narrowed``: decoder layers see less than everything (decoder replay). ``embedded``: width of image embeddings of
-    prefill rows, 0 where none are taken.
+    rows of a shard that any step can score. ``narrowed``: decoder layers see less than everything (decoder replay).
+    ``embedded``: width of image embeddings of prefill rows, 0 where none are taken.
     """
 
     deterministic: bool
@@ -72,7 +72,7 @@ class StepSettings:
 
 def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSettings) -> StepFunctions:
     """The step on a single device."""
-    fixed = {"most": settings.most, "deterministic": settings.deterministic}
+    most, deterministic = settings.most, settings.deterministic
     return StepFunctions(
         forward=functools.partial(
             forward_step,
@@ -81,8 +81,8 @@ def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSetti
             scored=settings.scored if settings.deterministic else 0,
             deterministic=settings.deterministic,
         ),
-        sample=functools.partial(sample_step, places=settings.places, **fixed),
-        score=functools.partial(score_step, **fixed),
+        sample=functools.partial(sample_step, places=settings.places, most=most, deterministic=deterministic),
+        score=functools.partial(score_step, most=most, deterministic=deterministic),
     )
 
 
@@ -172,7 +172,9 @@ class Device:
         """
         step, choices = jax.tree.map(np.array, (step, choices))
         self._state, hidden, self._hidden = self._forward[shape](self._params, self._state, step, self._previous)
-        sampled, self._counts, self._previous = self._sample[self.settings.samples(shape)](self._params, hidden, choices, self._counts)
+        sampled, self._counts, self._previous = self._sample[self.settings.samples(shape)](
+            self._params, hidden, choices, self._counts
+        )
         return InFlight(sampled)
 
     def score(self, shape: StepShape, targets: np.ndarray) -> InFlight:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.extend.random import threefry_2x32
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from deepinfer_jax.errors import InputError
 
@@ -80,8 +80,8 @@ class Choices:
     ``slots``, ``positions`` (of the sampled tokens), ``seeds`` ``[rows 2]``, ``temperatures``, ``top_k`` (0 for all),
     ``top_p``, ``min_p``; ``presence``, ``frequency`` and ``repetition`` penalties; ``biased`` ``[rows biases]`` token
     ids with their ``biases``; ``banned`` ``[rows bans]`` token ids that must not come. -1 is no id. ``reported``:
-    whether log-probabilities are asked for. ``counted``: whether the slot's counts learn the sampled token; padding rows
-    are not counted.
+    whether log-probabilities are asked for. ``counted``: whether the slot's counts learn the sampled token; padding
+    rows are not counted.
     """
 
     slots: Any
@@ -106,8 +106,8 @@ class Sampled:
     """What was chosen; leaves are device or host arrays with a leading axis of rows.
 
     ``tokens``, with ``logprobs`` under the raw scores; ``top_tokens`` and ``top_logprobs`` ``[rows most]``, the
-    likeliest. Log-probabilities are zero unless some row of the step asks for them. ``finite``: whether the row's scores
-    hold no NaN and no infinity; a row that fails it has no meaning.
+    likeliest. Log-probabilities are zero unless some row of the step asks for them. ``finite``: whether the row's
+    scores hold no NaN and no infinity; a row that fails it has no meaning.
     """
 
     tokens: Any

@@ -34,7 +34,7 @@ DETERMINISTIC_ROWS = 8
 
 @struct.dataclass
 class Advanced:
-    """Result of a step: the successor state, and per row that ran through all layers its hidden state and draft taps."""
+    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps."""
 
     state: State
     hidden: Float[Array, "rows hidden"]

@@ -229,7 +229,9 @@ def test_exact_requests_never_take_what_descends_from_a_bounded_replay():
     run(engine, [Request(tokens[:81], GREEDY)])
     (answer,) = run(engine, [Request(tokens, GREEDY)])
     assert answer.last.receipt.replays == (32, 80)
-    engine.settings = dataclasses.replace(engine.settings, replay=dataclasses.replace(engine.settings.replay, mode="exact"))
+    engine.settings = dataclasses.replace(
+        engine.settings, replay=dataclasses.replace(engine.settings.replay, mode="exact")
+    )
     engine._admissions._settings = engine.settings
     (answer,) = run(engine, [Request(tokens, GREEDY)])
     assert answer.last.receipt.hit_tokens == 32

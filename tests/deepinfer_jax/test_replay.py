@@ -45,9 +45,7 @@ def test_the_exact_restart_depends_on_no_missing_row_and_one_token_later_does(la
 @given(st.integers(1, 4), st.integers(2, 6), st.integers(1, 60), st.integers(1, 40), st.integers(6, 20))
 def test_with_decoder_replay_encoder_rows_of_kept_positions_are_exact(layers, window, hit, more, keep):
     ratios = (2,) * layers + (1,) * 2
-    config = dataclasses.replace(
-        CONFIG, num_hidden_layers=layers + 2, compress_ratios=ratios, sliding_window=window
-    )
+    config = dataclasses.replace(CONFIG, num_hidden_layers=layers + 2, compress_ratios=ratios, sliding_window=window)
     replay = Replay("exact", "compact", keep)
     prompt = hit + more
     start = exact_start(replay, config, hit, prompt)

@@ -39,7 +39,14 @@ def requests() -> list[Request]:
     random = np.random.default_rng(5)
     prompts = [tuple(random.integers(3, 95, int(random.integers(1, 60))).tolist()) for _ in range(20)]
     made = [
-        SamplingParams(max_tokens=12, temperature=float(number % 2), seed=number, ignore_eos=True, logprobs=0, n=1 + (number % 5 == 0))
+        SamplingParams(
+            max_tokens=12,
+            temperature=float(number % 2),
+            seed=number,
+            ignore_eos=True,
+            logprobs=0,
+            n=1 + (number % 5 == 0),
+        )
         for number in range(len(prompts))
     ]
     return [Request(prompt, params) for prompt, params in zip(prompts, made, strict=True)]

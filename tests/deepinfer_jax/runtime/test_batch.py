@@ -1,6 +1,5 @@
 """Packing chunks into a step: which rows they take, what stands in the rows, and what does not fit."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
