@@ -28,12 +28,13 @@ SETTINGS = EngineSettings(
     poison=True,
 )
 KEEP = 16 + 3 + 1
+SEED = 3  # of the weights
 
 
 @functools.cache
 def tiny_model(numerics: str) -> tuple[ModelConfig, Numerics, Model]:
     config, chosen = ModelConfig.from_dict(tiny_drafting_configuration()), Numerics.preset(numerics)
-    return config, chosen, draw_weights(config, chosen, seed=3)
+    return config, chosen, draw_weights(config, chosen, seed=SEED)
 
 
 @functools.cache

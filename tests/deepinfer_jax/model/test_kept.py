@@ -222,7 +222,7 @@ def assert_follow(runner: Runner, case, last: np.ndarray) -> None:
 @pytest.mark.parametrize("cuts", [(), (30,), (20, 33)], ids=["at once", "above the floor", "below the floor"])
 def test_logits_behind_a_cold_prompt_are_the_golden_ones(cuts, form):
     """Compact, of 23 rows of 50."""
-    (case,) = (case for case in CASES if not case["hits"])
+    case = next(case for case in CASES if not case["hits"])
     tokens = tensors("replay/replay_tiny_a.npz")[f"{case['name']}.tokens"].tolist()
     runner = Runner("compact", form)
     last = runner.prefill(tokens[: case["prompt_len"]], case["keep"], cuts).logits[-1]

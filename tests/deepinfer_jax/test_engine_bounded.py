@@ -1,0 +1,216 @@
+"""Bounded replay in a running engine: an answer is a function of its tokens, replay list, prompt length and keep.
+
+The oracle knows neither pages nor rings nor steps: it computes whole sequences and hides what replay leaves out. It
+agrees with golden data of its own (``tests/examples/train_tiny/test_replay.py``). Numerics f32.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deepinfer_jax.engine import Engine
+from deepinfer_jax.engine_build import build_engine
+from deepinfer_jax.model.params import initialise
+from deepinfer_jax.model.transformer import Model, logits
+from deepinfer_jax.numerics import F32
+from deepinfer_jax.replay import Replay
+from deepinfer_jax.request import Request, SamplingParams
+from deepinfer_jax.settings import EngineSettings
+from examples.train_tiny.replay import Replay as Cut
+from examples.train_tiny.replay import nothing_held, replay_pass
+from tests.checkpoints import golden_model
+from tests.golden import document, tensors
+from tests.running_engines import BLOCK_TOKENS, KEEP, SEED, Answer, fresh_engine, gather, run, tiny_model
+
+# Logits may differ by 2e-4, and then log-probabilities by twice that, as their normaliser moves too. Log-probabilities
+# are held to the bound of logits all the same.
+TOLERANCE = 2e-4
+CLEAR_MARGIN = 1e-3
+
+CASES = document("replay/replay_tiny_a.json")["cases"]
+GOLDEN_BLOCK = 8
+GOLDEN_SETTINGS = EngineSettings(
+    slots=1,
+    blocks=24,
+    block_tokens=GOLDEN_BLOCK,
+    max_context=168,
+    decode_rows=(1,),
+    prefill_tiles=(2,),
+    tile_rows=16,
+    window_checkpoints=0,
+)
+TOP = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=20)
+
+
+@functools.cache
+def golden_engine(decoder: str) -> Engine:
+    config, params = golden_model("quant", "f32")
+    settings = dataclasses.replace(GOLDEN_SETTINGS, replay=Replay("bounded", decoder, config.max_position_embeddings))
+    return build_engine(params, config, F32, settings)
+
+
+def fresh_golden_engine(keep: int | None) -> Engine:
+    """Over an empty state; ``keep`` is no part of any shape."""
+    first = golden_engine("off" if keep is None else "compact")
+    first._device.reset()
+    settings = first.settings
+    if keep is not None:
+        settings = dataclasses.replace(settings, replay=dataclasses.replace(settings.replay, keep=keep))
+    return Engine(
+        first._device, first.config, settings, blocks=settings.blocks, fingerprint=bytes(32), costs=first._costs
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_chains_of_turns_give_the_golden_log_probabilities(case):
+    """Numerics f32, not deterministic, bounded replay; decoder replay compact where the case keeps rows, else off."""
+    golden = tensors("replay/replay_tiny_a.npz")
+    tokens = golden[f"{case['name']}.tokens"].tolist()
+    engine, hits = fresh_golden_engine(case["keep"]), case["hits"]
+    assert all(hit % GOLDEN_BLOCK == 0 for hit in hits)
+    for hit in hits:
+        run(engine, [Request(tuple(tokens[: hit + 1]), TOP)])
+    (answer,) = run(engine, [Request(tuple(tokens[: case["prompt_len"]]), TOP)])
+    receipt = answer.last.receipt
+    assert receipt.hit_tokens == (hits or [0])[-1]
+    assert receipt.replays == tuple(hit for hit in hits if hit > engine.config.sliding_window)
+    wanted = log_softmax(golden[f"{case['name']}.last"])
+    assert answer.tokens == [int(wanted.argmax())]
+    assert worst_difference(answer, wanted[None]) <= TOLERANCE
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    scores = scores.astype(np.float64)
+    highest = scores.max(axis=-1, keepdims=True)
+    return scores - highest - np.log(np.exp(scores - highest).sum(axis=-1, keepdims=True))
+
+
+def worst_difference(answer: Answer, wanted: np.ndarray) -> float:
+    """Between reported log-probabilities and ``wanted`` ``[generated vocabulary]``, at all reported tokens."""
+    assert len(answer.logprobs) == len(wanted)
+    return max(
+        (
+            abs(value - row[token])
+            for reported, row in zip(answer.logprobs, wanted, strict=True)
+            for token, value in ((reported.token, reported.logprob), *reported.top)
+        ),
+        default=0.0,
+    )
+
+
+CONTEXT = 96
+passed = jax.jit(replay_pass, static_argnames=("config",))
+
+
+@functools.cache
+def whole_model() -> Model:
+    """The weights of the tiny model as they are drawn, before they are laid out for the engine."""
+    return initialise(Model.describe(tiny_model("f32")[0]), jax.random.key(SEED), F32)
+
+
+@functools.cache
+def oracle(tokens: tuple[int, ...], replays: tuple[int, ...], prompt: int, keep: int | None) -> np.ndarray:
+    """Log-probabilities ``[generated vocabulary]`` behind a prompt, of which ``tokens`` generated the rest.
+
+    Entries of tokens from one hit of the list on, up to the next, are those of a pass that held the entries before and
+    saw one window of them again; those below the first hit are exact. No entry depends on where a prompt ended, nor on
+    rows of decoder layers, so that it is all the same which request wrote it, as its prompt's token or as its answer's.
+    """
+    config = tiny_model("f32")[0]
+    padded = jnp.asarray([[*tokens, *[0] * (CONTEXT - len(tokens))]], jnp.int32)
+    held = nothing_held(padded, config)
+    for hit in (0, *replays[:-1]) if replays else ():
+        _, held = passed(whole_model(), padded, held, Cut(hit).cuts(prompt, config.sliding_window), config)
+    cuts = Cut(replays[-1] if replays else 0, keep).cuts(prompt, config.sliding_window)
+    hidden, _ = passed(whole_model(), padded, held, cuts, config)
+    return log_softmax(np.asarray(logits(whole_model(), hidden[0, prompt - 1 : len(tokens) - 1])))
+
+
+def check(request: Request, answer: Answer, decoder: str) -> float:
+    """A finished answer against the oracle; the largest difference of its log-probabilities."""
+    assert answer.last.finish_reason == "length"
+    cut = decoder != "off" and request.params.prompt_logprobs is None
+    wanted = oracle(
+        (*request.prompt, *answer.tokens),
+        answer.last.receipt.replays,
+        len(request.prompt),
+        KEEP if cut else None,
+    )
+    worst = worst_difference(answer, wanted)
+    assert worst <= TOLERANCE, (worst, len(request.prompt), answer.last.receipt)
+    second, first = np.sort(wanted, axis=-1)[:, -2:].T
+    clear = first - second >= CLEAR_MARGIN
+    np.testing.assert_array_equal(np.asarray(answer.tokens)[clear], wanted.argmax(axis=-1)[clear])
+    return worst
+
+
+def greedy(count: int, **changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, "logprobs": 20} | changes)
+
+
+def stream(seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, 95, CONTEXT).tolist())
+
+
+class Traffic:
+    """Seeded requests that share beginnings, come back with their answers, and stand in each other's way."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.random = engine, np.random.default_rng(seed)
+        self.streams = [stream(seed * 10 + number) for number in range(2)]
+        self.requests: dict[int, Request] = {}
+        self.answers: dict[tuple[int, int], Answer] = {}
+
+    def run(self, count: int) -> list[tuple[Request, Answer]]:
+        """So many requests to their end."""
+        for _ in range(count):
+            request = self.next_request()
+            self.requests[self.engine.submit(request)] = request
+            for _ in range(self.random.integers(0, 14)):
+                gather(self.answers, self.engine.step())
+        while self.engine.busy:
+            gather(self.answers, self.engine.step())
+        assert self.engine.books.used_blocks == 0
+        return [(self.requests[number], answer) for (number, _), answer in self.answers.items()]
+
+    def next_request(self) -> Request:
+        random, count = self.random, int(self.random.integers(1, 20))
+        done = [key for key, answer in self.answers.items() if answer.last]
+        if done and random.random() < 0.6:
+            number, branch = done[random.integers(len(done))]
+            prompt = (*self.requests[number].prompt, *self.answers[number, branch].tokens)
+            prompt = prompt[: random.integers(len(prompt) // 2, len(prompt) + 1)]
+            prompt += self.streams[0][: random.integers(1, 20)]
+        else:
+            prompt = self.streams[random.integers(len(self.streams))][: random.integers(1, CONTEXT)]
+        # A few read no cache, so that exact blocks stand beside bounded ones of the same tokens.
+        kind = random.random()
+        changes = {"n": 2} if kind < 0.1 else {"prompt_logprobs": 0} if kind < 0.2 else {}
+        return Request(prompt[: CONTEXT - count], greedy(count, **changes), read_cache=kind < 0.9)
+
+
+CELLS = [(decoder, checkpoints) for decoder in ("off", "compact", "mask") for checkpoints in (0, 4)]
+
+
+@pytest.mark.parametrize(("decoder", "checkpoints"), CELLS)
+def test_answers_among_traffic_are_those_of_whole_sequences(decoder, checkpoints):
+    """Numerics f32, deterministic, bounded replay, decoder replay and held window checkpoints as named."""
+    seen: Counter[str] = Counter()
+    worst = 0.0
+    for seed in range(3):
+        engine = fresh_engine("f32", decoder, mode="bounded", preemption="snapshot", window_checkpoints=checkpoints)
+        for request, answer in Traffic(engine, seed).run(30):
+            worst = max(worst, check(request, answer, decoder))
+            receipt = answer.last.receipt
+            seen["chains"] += len(receipt.replays) > 1
+            seen["gave way behind a replay"] += bool(receipt.preemptions and receipt.replays)
+            seen["windows held"] += receipt.hit_tokens > BLOCK_TOKENS and receipt.hit_tokens not in receipt.replays
+    print(decoder, checkpoints, worst, seen)
+    assert seen["chains"]
+    assert seen["gave way behind a replay"]
+    assert bool(seen["windows held"]) == bool(checkpoints)
