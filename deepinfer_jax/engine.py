@@ -291,7 +291,7 @@ class Engine:
         for entry in assembled.entries:
             sequence = entry.sequence
             sequence.computed, sequence.served = entry.start + entry.count, self._steps
-            sequence.on_way, sequence.source = int(entry.place is not None), entry.source
+            sequence.on_way, sequence.source = sequence.on_way + (entry.place is not None), entry.source
             self._admissions.passed(sequence)
         self.metrics.steps.inc()
         return record

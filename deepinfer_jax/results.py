@@ -93,7 +93,7 @@ class Results:
         for entry in record.assembled.entries:
             sequence = entry.sequence
             if entry.place is not None:
-                sequence.on_way = 0
+                sequence.on_way -= 1
             if sequence.finish_reason is not None:
                 self._metrics.wasted_rows.inc(entry.count)
                 continue
@@ -162,7 +162,7 @@ class Results:
         if sequence.matcher is not None and sequence.matcher.found is not None:
             found = sequence.matcher.found
             self.end(sequence, "stop", tokens=(token,), text=text, logprobs=logprobs, matched=found)
-        elif sequence.generated == params.max_tokens:
+        elif len(sequence.tokens) - sequence.prompt_length == params.max_tokens:
             self.end(sequence, "length", tokens=(token,), text=text, logprobs=logprobs)
         else:
             self._news.append(

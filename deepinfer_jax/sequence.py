@@ -24,7 +24,7 @@ class Sequence:
         arrival: seconds of a steady clock.
         ends: token ids that end it.
         tokens: prompt and generated tokens the host knows.
-        on_way: tokens sampled by the step in flight, 0 or 1.
+        on_way: tokens sampled by steps that were not read; at most one while a step is planned.
         source: the place of that token among the step's samples, on its shard.
         computed: tokens whose rows were dispatched.
         confirmed: tokens whose rows were read back as finite.

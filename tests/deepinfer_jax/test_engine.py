@@ -333,3 +333,16 @@ def test_a_closed_engine_says_so():
 def test_bad_input_reaches_the_caller_of_a_stream():
     with AsyncEngine(fresh_engine("f32")) as engine, pytest.raises(InputError):
         asyncio.run(_collect(engine, Request((), GREEDY)))
+
+
+def test_every_decoding_request_runs_in_every_step():
+    """Three requests decode side by side: from then on each step has a row of every one until the first one ends."""
+    engine = fresh_engine("f32")
+    for seed in range(3):
+        prompt = tuple(np.random.default_rng(seed).integers(3, 95, 8).tolist())
+        engine.submit(Request(prompt, dataclasses.replace(GREEDY, max_tokens=20)))
+    news = []
+    while engine.busy:
+        news.append(len(engine.step()))
+    full = news.index(3)
+    assert news[full : full + 18] == [3] * 18
