@@ -64,7 +64,7 @@ class Books:
     def find(self, sequence: Sequence, shard: int, *, bounded: bool) -> Hit:
         """The cached beginning of a sequence, retained; its last token is always computed."""
         full = (len(sequence.tokens) - 1) // self.block_tokens
-        return self.pool.match(shard, self.identify(sequence)[:full], bounded=bounded)
+        return self.pool.match(shard, self.identify(sequence)[:full], self.block_tokens, bounded=bounded)
 
     def seat(self, sequence: Sequence, shard: int, held: list[int], blocks: int) -> bool:
         """Give a sequence a slot, blocks it holds already, and fresh ones up to ``blocks``; False changes nothing."""

@@ -147,17 +147,19 @@ class BlockPool:
             held.key, held.replays = key, replays
         return known
 
-    def match(self, shard: int, keys: Sequence[ChainKey], *, bounded: bool) -> Hit:
+    def match(self, shard: int, keys: Sequence[ChainKey], block_tokens: int, *, bounded: bool) -> Hit:
         """The longest beginning of a sequence that is held, each of its blocks with one more user.
 
-        Exact requests take exact content only. Bounded ones prefer it; the hit ends where the replays that a block
-        descends from do not continue those of the block before.
+        Exact requests take exact content only. Bounded ones prefer it. A block descends from the replays of the block
+        before, and from one more only where it begins just behind that replay's hit; the hit ends where that fails. So
+        the replays of its last block say how every block of the hit was computed.
         """
         blocks: list[int] = []
         replays = EXACT
         for key in keys:
             found = self._index[shard].get(key, {})
-            fitting = [history for history in found if history[: len(replays)] == replays]
+            begun_here = (*replays, len(blocks) * block_tokens)
+            fitting = [history for history in found if history in (replays, begun_here)]
             if not bounded:
                 fitting = [history for history in fitting if history == EXACT]
             if not fitting:

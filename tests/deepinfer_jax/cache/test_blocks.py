@@ -53,15 +53,28 @@ def test_a_bounded_request_prefers_exact_content_and_follows_one_history():
     names = keys(range(12))
     exact, first, second, third, foreign, _ = pool.allocate(0, 6)
     pool.publish(0, exact, names[0])
-    pool.publish(0, first, names[0], (8,))
-    pool.publish(0, second, names[1], (8,))
-    pool.publish(0, foreign, names[2], (4,))
-    assert pool.match(0, names, bounded=False).blocks == (exact,)
-    hit = pool.match(0, names, bounded=True)
-    assert (hit.blocks, hit.replays) == ((exact, second), (8,))
-    pool.publish(0, third, names[2], (8, 16))
-    assert pool.match(0, names, bounded=True).blocks == (exact, second, third)
-    assert pool.match(0, names, bounded=True).replays == (8, 16)
+    pool.publish(0, first, names[0], (4,))
+    pool.publish(0, second, names[1], (4,))
+    pool.publish(0, foreign, names[2], (8,))
+    assert pool.match(0, names, 4, bounded=False).blocks == (exact,)
+    hit = pool.match(0, names, 4, bounded=True)
+    assert (hit.blocks, hit.replays) == ((exact, second), (4,))
+    pool.publish(0, third, names[2], (4, 8))
+    assert pool.match(0, names, 4, bounded=True).blocks == (exact, second, third)
+    assert pool.match(0, names, 4, bounded=True).replays == (4, 8)
+
+
+def test_exact_content_is_not_continued_by_what_descends_from_a_replay_before_its_end():
+    pool = BlockPool(4)
+    names = keys(range(12))
+    first, exact, replayed, behind = pool.allocate(0, 4)
+    pool.publish(0, first, names[0])
+    pool.publish(0, replayed, names[1], (4,))
+    pool.publish(0, behind, names[2], (4,))
+    assert pool.match(0, names, 4, bounded=True).blocks == (first, replayed, behind)
+    pool.publish(0, exact, names[1])
+    hit = pool.match(0, names, 4, bounded=True)
+    assert (hit.blocks, hit.replays) == ((first, exact), ())
 
 
 def test_the_same_content_twice_keeps_its_first_block():
@@ -111,7 +124,7 @@ class Books(RuleBasedStateMachine):
     @rule(target=requests, shard=st.integers(0, 1), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def arrive(self, shard, tokens):
         names = keys(tokens)
-        hit = self.pool.match(shard, names[: (len(tokens) - 1) // 4], bounded=False)
+        hit = self.pool.match(shard, names[: (len(tokens) - 1) // 4], 4, bounded=False)
         for place, block in enumerate(hit.blocks):
             assert self.content[shard, block] == tuple(tokens[: 4 * (place + 1)])
         needed = -(-len(tokens) // 4) - len(hit.blocks)
