@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.runtime.sampler import Choices, Counts, choose, filtered, penalised, sample, seed_words
+from deepinfer_jax.runtime.sampler import Choices, Counts, choose, counted, filtered, penalised, sample, seed_words
 
 VOCABULARY, SLOTS = 50, 6
 
@@ -28,13 +28,14 @@ def choices(rows, **changed):
         "biased": np.full((rows, 2), -1),
         "biases": np.zeros((rows, 2)),
         "banned": np.full((rows, 2), -1),
+        "reported": True,
         "counted": True,
     } | changed
     whole = {"slots", "positions", "top_k", "biased", "banned"}
     arrays = {}
     for name, value in fields.items():
         dtype = (
-            np.int32 if name in whole else np.uint32 if name == "seeds" else bool if name == "counted" else np.float32
+            np.int32 if name in whole else np.uint32 if name == "seeds" else bool if name in ("counted", "reported") else np.float32
         )
         value = np.asarray(value, dtype)
         arrays[name] = jnp.asarray(np.broadcast_to(value, (rows,)) if value.ndim == 0 else value)
@@ -121,14 +122,14 @@ def test_scores_are_processed_by_the_rules(seed):
 def test_without_extras_the_choice_is_the_plain_sampler():
     logits, _, counts = random_case(3)
     asked = choices(40, temperatures=np.tile([0.0, 0.7, 1.0, 1.4], 10))
-    sampled, _ = jax.jit(functools.partial(choose, most=3))(logits, asked, counts)
+    sampled = jax.jit(functools.partial(choose, most=3))(logits, asked, counts)
     plain = sample(logits, asked.temperatures, asked.seeds, asked.positions)
     np.testing.assert_array_equal(sampled.tokens, plain)
 
 
 def test_log_probabilities_are_those_of_the_raw_scores():
     logits, asked, counts = random_case(4)
-    sampled, _ = jax.jit(functools.partial(choose, most=3))(logits, asked, counts)
+    sampled = jax.jit(functools.partial(choose, most=3))(logits, asked, counts)
     raw = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     np.testing.assert_allclose(sampled.logprobs, raw[np.arange(40), sampled.tokens], atol=1e-6)
     np.testing.assert_array_equal(sampled.top_tokens, np.argsort(-raw, axis=-1, kind="stable")[:, :3])
@@ -139,7 +140,8 @@ def test_a_chosen_token_is_counted_in_its_slot_where_it_shall_be():
     logits, _, _ = random_case(5)
     counts = Counts.empty(SLOTS, VOCABULARY)
     asked = choices(SLOTS, counted=np.arange(SLOTS) % 2 == 0)
-    sampled, after = jax.jit(functools.partial(choose, most=1))(logits[:SLOTS], asked, counts)
+    sampled = jax.jit(functools.partial(choose, most=1))(logits[:SLOTS], asked, counts)
+    after = counted(counts, asked, sampled.tokens)
     expected = np.zeros((SLOTS, VOCABULARY), int)
     for slot in range(0, SLOTS, 2):
         expected[slot, int(sampled.tokens[slot])] = 1
@@ -149,7 +151,7 @@ def test_a_chosen_token_is_counted_in_its_slot_where_it_shall_be():
 def test_a_row_that_is_not_finite_says_so():
     logits, _, counts = random_case(6)
     logits = logits.at[3, 7].set(jnp.nan).at[5, 0].set(jnp.inf)
-    sampled, _ = jax.jit(functools.partial(choose, most=1))(logits, choices(40), counts)
+    sampled = jax.jit(functools.partial(choose, most=1))(logits, choices(40), counts)
     assert np.flatnonzero(~np.asarray(sampled.finite)).tolist() == [3, 5]
 
 
@@ -158,7 +160,7 @@ def test_filters_leave_the_distribution_of_what_stays():
     rows = 10_000
     logits = jnp.tile(jnp.asarray([[2.0, 1.0, 0.5, 0.0, -1.0]]), (rows, 1))
     asked = choices(rows, top_k=3, seeds=np.stack([seed_words(row) for row in range(rows)]))
-    sampled, _ = jax.jit(functools.partial(choose, most=1))(logits, asked, Counts.empty(SLOTS, 5))
+    sampled = jax.jit(functools.partial(choose, most=1))(logits, asked, Counts.empty(SLOTS, 5))
     shares = np.bincount(sampled.tokens, minlength=5) / rows
     expected = np.exp([2.0, 1.0, 0.5]) / np.exp([2.0, 1.0, 0.5]).sum()
     np.testing.assert_allclose(shares[:3], expected, atol=0.015)
