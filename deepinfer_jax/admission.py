@@ -20,6 +20,7 @@ from deepinfer_jax.runtime.transfer import batches
 from deepinfer_jax.scheduler import Waiting, admit
 from deepinfer_jax.sequence import Sequence
 from deepinfer_jax.settings import EngineSettings
+from deepinfer_jax.store_traffic import StoreTraffic
 
 
 class Admissions:
@@ -34,9 +35,10 @@ class Admissions:
         config: ModelConfig,
         settings: EngineSettings,
         metrics: Metrics,
+        traffic: StoreTraffic,
     ) -> None:
         self._device, self._books, self._table, self._checkpoints = device, books, table, checkpoints
-        self._config, self._settings, self._metrics = config, settings, metrics
+        self._config, self._settings, self._metrics, self._traffic = config, settings, metrics, traffic
         self._waiting: dict[int, Sequence] = {}
         # Branches of a request wait for the end of its prompt, which the first one runs.
         self._branches: dict[int, list[Sequence]] = {}
@@ -55,6 +57,7 @@ class Admissions:
         """Queue a new request."""
         first, *others = branches
         self._waiting[first.id] = first
+        self._traffic.ask(first)
         if others:
             self._branches[first.request_id] = others
 
@@ -70,6 +73,7 @@ class Admissions:
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that ended. Branches whose prompt nobody runs any more run it themselves."""
+        self._traffic.forget(sequence)
         if self._waiting.pop(sequence.id, None) is not None:
             self._begun(sequence)
         held = self._branches.get(sequence.request_id, [])
@@ -78,6 +82,7 @@ class Admissions:
         elif sequence.branch == 0:
             for branch in self._branches.pop(sequence.request_id, []):
                 self._waiting[branch.id] = branch
+                self._traffic.ask(branch)
 
     def passed(self, sequence: Sequence) -> None:
         """A step with a sequence's rows is on its way: at the end of the prompt its other branches may begin."""
@@ -105,7 +110,11 @@ class Admissions:
         """Give slots to waiting sequences as the policy says. Returns those that got one."""
         if not self._waiting:
             return []
-        waiting = [self._describe(sequence) for sequence in self._waiting.values() if sequence.finish_reason is None]
+        waiting = [
+            self._describe(sequence)
+            for sequence in self._waiting.values()
+            if sequence.finish_reason is None and not self._traffic.waits(sequence)
+        ]
         seated = []
         for admission in admit(waiting, self._books.shards(running)):
             sequence = self._waiting[admission.id]
@@ -177,7 +186,7 @@ class Admissions:
                 self._books.pool.release(fork.shard, fork.blocks)
 
     def _begin(self, sequence: Sequence, shard: int) -> bool:
-        """From the start, or behind a prefix hit."""
+        """From the start, or behind a prefix hit, which the store may continue."""
         books, request = self._books, sequence.request
         replay = self._settings.replay
         adopts = request.read_cache and request.params.prompt_logprobs is None
@@ -187,15 +196,19 @@ class Admissions:
         if not books.seat(sequence, shard, list(hit.blocks), books.blocks_for(len(sequence.tokens))):
             books.pool.release(shard, hit.blocks)
             return False
-        tokens = len(hit.blocks) * books.block_tokens
-        windows = self._checkpoints.find(sequence.keys[len(hit.blocks) - 1], hit.replays) if tokens else None
+        stored = self._traffic.behind(sequence, hit)
+        self._traffic.adopt(sequence, len(hit.blocks), stored)
+        self._traffic.forget(sequence)
+        count, replays = len(hit.blocks) + len(stored), stored[-1].replays if stored else hit.replays
+        tokens = count * books.block_tokens
+        windows = self._checkpoints.find(sequence.keys[count - 1], replays) if tokens else None
         if request.params.prompt_logprobs is not None:
             replay = Replay()
         begin = restart(
             replay,
             self._config,
             tokens,
-            hit.replays,
+            replays,
             sequence.prompt_length,
             windows_held=windows is not None,
         )
@@ -204,11 +217,12 @@ class Admissions:
         elif begin.start:
             self._look_back(sequence, begin.start)
         sequence.restart, sequence.computed, sequence.confirmed = begin, begin.start, tokens
-        sequence.published = len(hit.blocks)
+        sequence.published = count
         if not sequence.preemptions:
-            sequence.hit_tokens = tokens
+            sequence.hit_tokens, sequence.stored_tokens = tokens, len(stored) * books.block_tokens
             self._metrics.prompt_tokens.inc(sequence.prompt_length)
             self._metrics.hit_tokens.inc(tokens)
+            self._metrics.stored_tokens.inc(sequence.stored_tokens)
         return True
 
     def _look_back(self, sequence: Sequence, start: int) -> None:

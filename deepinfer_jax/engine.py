@@ -16,6 +16,8 @@ from collections.abc import Sequence as Items
 from deepinfer_jax.admission import Admissions
 from deepinfer_jax.assembly import Assembled, Part, assemble
 from deepinfer_jax.books import Books
+from deepinfer_jax.cache.records import StateFormat
+from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
@@ -30,6 +32,7 @@ from deepinfer_jax.runtime.device import Device
 from deepinfer_jax.scheduler import Room, Running, plan_step, victim
 from deepinfer_jax.sequence import Sequence, branch_seed
 from deepinfer_jax.settings import EngineSettings
+from deepinfer_jax.store_traffic import StoreTraffic
 from deepinfer_jax.text.stop_strings import StopMatcher
 from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
 
@@ -48,6 +51,8 @@ class Engine:
         blocks: int,
         fingerprint: bytes,
         costs: Mapping[StepShape, float],
+        store: BlockStore | None = None,
+        form: StateFormat | None = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +64,8 @@ class Engine:
           blocks: of each shard's pools.
           fingerprint: of the state.
           costs: seconds of each step shape.
+          store: where finished blocks go and prefix hits continue.
+          form: how blocks travel to the store, with the same fingerprint.
           tokenizer: for texts and stop strings.
           clock: seconds, steady.
         """
@@ -75,10 +82,13 @@ class Engine:
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)
+        self._traffic = StoreTraffic(device, self.books, settings, self.metrics, clock, store, form)
         self._admissions = Admissions(
-            device, self.books, self._table, self._checkpoints, config, settings, self.metrics
+            device, self.books, self._table, self._checkpoints, config, settings, self.metrics, self._traffic
         )
-        self._results = Results(device, self.books, self._checkpoints, settings, self.metrics, fingerprint.hex(), clock)
+        self._results = Results(
+            device, self.books, self._checkpoints, settings, self.metrics, self._traffic, fingerprint.hex(), clock
+        )
         self._running: dict[int, Sequence] = {}
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
@@ -186,8 +196,16 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits, runs or is on its way."""
+        """Whether anything waits, runs or is on its way to a caller; blocks may still be on theirs to the store."""
         return bool(self._admissions.count or self._running or self._flying or self._results.pending)
+
+    def flush(self) -> None:
+        """Wait until the blocks of everything that was read have reached the store."""
+        self._traffic.flush()
+
+    def close(self) -> None:
+        """End the store's thread, which gives up what it has not done; see :meth:`flush`. The engine can go on."""
+        self._traffic.close()
 
     # The loop.
 
@@ -203,11 +221,15 @@ class Engine:
             if following is None:
                 self.drained_steps.add(self._flying.number)
             self.recorder.read(self._flying.number, self._results.take(self._flying))
+            # Blocks must be on their way off the device before others may have them.
+            self._traffic.turn(idle=following is None)
         self._flying = following
         for sequence in self._results.ended():
             self._leave(sequence)
         self._admissions.settle()
         self._observe(time.thread_time() - begin)
+        if self._flying is None and not self._running and not self._results.pending:
+            self._traffic.rest()
         return self._results.news()
 
     def _expire(self) -> None:
@@ -307,6 +329,7 @@ class Engine:
         self._running.pop(sequence.id, None)
 
     def _unseat(self, sequence: Sequence) -> None:
+        self._traffic.unseat(sequence)
         slot, freed = self.books.unseat(sequence)
         if self.settings.poison:
             self._device.poison(freed, [slot])

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import jax
 from jaxtyping import Array
 
-from deepinfer_jax.cache.fingerprint import state_fingerprint
 from deepinfer_jax.cache.layout import PageLayout
+from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.cache.state import State, initial_state
+from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.errors import ConfigError
@@ -31,6 +32,7 @@ def build_engine(
     devices: Sequence[jax.Device] | None = None,
     weights_id: str = "",
     tokenizer: Tokenizer | None = None,
+    store: BlockStore | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Allocate the state, compile every step, and start an engine.
@@ -41,6 +43,7 @@ def build_engine(
       devices: one shard each, over which parameters and requests are spread; None takes one device whole.
       weights_id: digest of the checkpoint, for the fingerprint of the state.
       tokenizer: for texts and stop strings.
+      store: where finished blocks go and prefix hits continue; engines over one store need ``weights_id``.
       progress: told what is being compiled.
 
     Raises:
@@ -92,13 +95,16 @@ def build_engine(
         tables_width=settings.tables_width(config),
     )
     costs = device.warm_up(progress)
+    form = StateFormat.of(weights_id, config, numerics, layout)
     return Engine(
         device,
         config,
         settings,
         blocks=blocks,
-        fingerprint=state_fingerprint(weights_id, config, numerics, settings.block_tokens),
+        fingerprint=form.fingerprint,
         costs=costs,
+        store=store,
+        form=form,
         tokenizer=tokenizer,
     )
 

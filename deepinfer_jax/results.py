@@ -17,6 +17,7 @@ from deepinfer_jax.runtime.device import Device
 from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.sequence import Sequence
 from deepinfer_jax.settings import EngineSettings
+from deepinfer_jax.store_traffic import StoreTraffic
 
 
 @dataclasses.dataclass
@@ -40,11 +41,13 @@ class Results:
         checkpoints: Checkpoints,
         settings: EngineSettings,
         metrics: Metrics,
+        traffic: StoreTraffic,
         fingerprint: str,
         clock: Callable[[], float],
     ) -> None:
         self._device, self._books, self._checkpoints = device, books, checkpoints
         self._settings, self._metrics, self._fingerprint, self._clock = settings, metrics, fingerprint, clock
+        self._traffic = traffic
         self._news: list[Output] = []
         self._ended: list[Sequence] = []
         self._last_read: float | None = None
@@ -111,6 +114,8 @@ class Results:
                 self.end(sequence, "length")
             if sequence.slot is not None:
                 self._publish(sequence, record)
+                if entry.place is not None:
+                    self._traffic.confirm(sequence)
         return sampled
 
     def end(
@@ -184,7 +189,7 @@ class Results:
         sequence.last_token = now
 
     def _publish(self, sequence: Sequence, record: StepRecord) -> None:
-        self._books.publish(sequence)
+        self._traffic.hold(sequence, self._books.publish(sequence))
         boundary, windows = record.windows.get(sequence.id, (0, None))
         count = boundary // self._books.block_tokens
         if windows is not None and len(sequence.keys) >= count:

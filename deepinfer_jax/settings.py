@@ -34,6 +34,8 @@ class EngineSettings:
         n_shards: shards over which requests are spread.
         most_logprobs: likeliest tokens that can be asked for.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
+        store_patience: seconds that a new request waits for what a block store has of its prompt.
+        store_queue: blocks that may wait for the store to take them; the oldest are given up.
         recorded_steps: steps that the flight recorder keeps.
         poison: fill freed slots and blocks with NaN; for tests.
     """
@@ -53,6 +55,8 @@ class EngineSettings:
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
     preemption: str = "auto"
+    store_patience: float = 0.2
+    store_queue: int = 256
     recorded_steps: int = 32
     poison: bool = False
 
@@ -66,8 +70,9 @@ class EngineSettings:
                 raise ConfigError(name, value, "1 or more")
         if self.preemption not in PREEMPTION_WAYS:
             raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
-        if self.window_checkpoints < 0:
-            raise ConfigError("window_checkpoints", self.window_checkpoints, "0 or more")
+        for name in ("window_checkpoints", "store_patience", "store_queue"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more")
         for name in ("decode_rows", "prefill_tiles"):
             sizes = getattr(self, name)
             if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 
 from deepinfer_jax.bench.model import draw_weights
+from deepinfer_jax.cache.layout import PageLayout
+from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.engine_build import build_engine
@@ -44,7 +46,14 @@ def built(numerics: str, decoder: str) -> Engine:
     return build_engine(params, config, chosen, settings)
 
 
-def fresh_engine(numerics: str, decoder: str = "off", clock=None, **changes) -> Engine:
+@functools.cache
+def state_format(numerics: str, fingerprint: bytes = bytes(32)) -> StateFormat:
+    config, chosen, _ = tiny_model(numerics)
+    form = StateFormat.of("", config, chosen, PageLayout.of(config, BLOCK_TOKENS))
+    return dataclasses.replace(form, fingerprint=fingerprint)
+
+
+def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, **changes) -> Engine:
     """A new engine over an empty, NaN-filled state. Settings that change no shape may be changed."""
     first = built(numerics, decoder)
     first._device.reset()
@@ -58,6 +67,8 @@ def fresh_engine(numerics: str, decoder: str = "off", clock=None, **changes) -> 
         blocks=SETTINGS.blocks,
         fingerprint=bytes(32),
         costs=first._costs,
+        store=store,
+        form=state_format(numerics),
         **more,
     )
 
