@@ -41,7 +41,7 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        """End the loop. Requests that still run end with :class:`EngineClosedError`."""
+        """End the loop and the engine. Requests that still run end with :class:`EngineClosedError`."""
         self._closing = True
         self._wake.set()
         self._thread.join()
@@ -110,6 +110,7 @@ class AsyncEngine:
             raise
         finally:
             self._closing = True
+            self._engine.close()
             ended = EngineClosedError("the engine ended before the request")
             ended.__cause__ = self._failure
             for (loop, queue), _ in self._streams.values():

@@ -25,7 +25,17 @@ from tests.running_engines import fresh_engine, gather, run
 PROMPT = tuple(np.random.default_rng(7).integers(3, 95, 40).tolist())
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 # What the loop is made of: everything between a request and the device.
-LOOP = ("engine", "admission", "results", "books", "preemption", "sequence", "checkpoints", "scheduler", "store_traffic")
+LOOP = (
+    "engine",
+    "admission",
+    "results",
+    "books",
+    "preemption",
+    "sequence",
+    "checkpoints",
+    "scheduler",
+    "store_traffic",
+)
 ARRAY_ATTRIBUTES = {
     "block_until_ready",
     "device_buffer",

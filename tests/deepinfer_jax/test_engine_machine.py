@@ -13,11 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from deepinfer_jax.cache.store import MemoryStore
 from deepinfer_jax.recorder import DISPATCH, READ
 from deepinfer_jax.request import Request, SamplingParams
 from tests.running_engines import Answer, fresh_engine, gather, run
 
 VOCABULARY = 96
+STORE_BYTES = 1 << 18
 
 
 @functools.cache
@@ -64,13 +66,15 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         way=st.sampled_from(["auto", "snapshot", "recompute"]),
         checkpoints=st.sampled_from([0, 2]),
+        stored=st.booleans(),
     )
-    def begin(self, way: str, checkpoints: int) -> None:
+    def begin(self, way: str, checkpoints: int, stored: bool) -> None:
         self.now = 0.0
         self.engine = fresh_engine(
             self.numerics,
             self.decoder,
             clock=lambda: self.now,
+            store=MemoryStore(STORE_BYTES) if stored else None,
             preemption=way,
             window_checkpoints=checkpoints,
         )
@@ -122,6 +126,8 @@ class Traffic(RuleBasedStateMachine):
             return
         while self.engine.busy:
             self.turn(1)
+        self.engine.flush()
+        self.engine.close()
         self.everything_is_back()
         self.order_of_steps()
         for number, request in self.requests.items():
@@ -135,6 +141,8 @@ class Traffic(RuleBasedStateMachine):
         assert books.used_blocks == 0
         assert books.used_slots == 0
         assert self.engine.metrics.value("recompiles_total") == 0
+        assert self.engine.metrics.value("store_failures_total") == 0
+        assert self.engine.metrics.value("damaged_blocks_total") == 0
         assert not (books.tables != 0).any()
 
     def order_of_steps(self) -> None:

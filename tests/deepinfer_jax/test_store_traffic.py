@@ -3,6 +3,7 @@
 Deterministic f32 over a tiny model, replay mode exact, unless a test says otherwise.
 """
 
+import asyncio
 import dataclasses
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from deepinfer_jax.async_engine import AsyncEngine
 from deepinfer_jax.cache.store import MemoryStore
 from deepinfer_jax.request import Request, SamplingParams
 from tests.running_engines import fresh_engine, gather, run, state_format
@@ -106,6 +108,21 @@ def test_other_numerics_and_decoder_replay(numerics, decoder):
         engine.close()
     assert outcome(answers[0]) == outcome(answers[1])
     assert [answer.last.receipt.stored_tokens for answer in answers] == [0, 64]
+
+
+def test_the_last_blocks_reach_the_store_without_another_turn():
+    arrived = threading.Event()
+    store = MemoryStore(1 << 30)
+
+    def put_many(items):
+        store.put_many(items)
+        if store.counters().values == 77 // 16:
+            arrived.set()
+
+    engine = engine_over(Odd(store, put_many=put_many))
+    run(engine, [dataclasses.replace(ASKED, params=dataclasses.replace(GREEDY, max_tokens=1))])
+    assert arrived.wait(LONG)
+    engine.close()
 
 
 def test_blocks_filled_by_generated_tokens_are_stored_too(filled, cold):
@@ -274,6 +291,21 @@ def test_nothing_is_saved_of_a_request_whose_scores_are_not_finite():
     engine.flush()
     engine.close()
     assert store.counters().values == 0
+
+
+def test_an_asynchronous_engine_closes_its_engine(filled, cold):
+    async def collect(engine):
+        return [output async for output in engine.stream(ASKED)]
+
+    inner = engine_over(filled)
+    with AsyncEngine(inner) as engine:
+        news = asyncio.run(collect(engine))
+    assert [token for output in news for token in output.tokens] == cold.tokens
+    assert news[-1].receipt.stored_tokens == 64
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("store")]
+    # A closed engine serves without its store.
+    (answer,) = run(inner, [dataclasses.replace(ASKED, salt=b"another")])
+    assert outcome(answer) == outcome(cold)
 
 
 def test_branches_and_preempted_requests_share_a_store(filled):
