@@ -19,12 +19,18 @@ from deepinfer_jax.request import Request, SamplingParams
 from tests.running_engines import Answer, fresh_engine, gather, run
 
 VOCABULARY = 96
-STORE_BYTES = 1 << 18
+STORE_BYTES = 1 << 16
 
 
 @functools.cache
 def stream(seed: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, VOCABULARY - 1, 96).tolist())
+
+
+@functools.cache
+def store_of(numerics: str, decoder: str) -> MemoryStore:
+    """One store for all examples, with too little room for what they compute."""
+    return MemoryStore(STORE_BYTES)
 
 
 ALONE: dict[str, list[Answer]] = {}
@@ -74,7 +80,7 @@ class Traffic(RuleBasedStateMachine):
             self.numerics,
             self.decoder,
             clock=lambda: self.now,
-            store=MemoryStore(STORE_BYTES) if stored else None,
+            store=store_of(self.numerics, self.decoder) if stored else None,
             preemption=way,
             window_checkpoints=checkpoints,
         )
@@ -112,6 +118,9 @@ class Traffic(RuleBasedStateMachine):
     def turn(self, turns: int) -> None:
         for _ in range(turns):
             self.now += 0.1
+            if self.engine._traffic._worker is not None:
+                # What happens does not depend on how fast threads are.
+                self.engine._traffic._worker.flush()
             gather(self.answers, self.engine.step())
 
     @rule()
