@@ -1,6 +1,8 @@
 """Set-up shared by all tests: one CPU device, strict dtypes and ranks, compiled code kept between runs."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read when jax is imported, here and in the subprocesses that tests start.
@@ -21,6 +23,20 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The first example of a property pays for compilation; the same examples run everywhere, campaigns choose their own.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
+
+
+# Every compiled program holds some memory mappings, and Linux gives a process 65,530 of them.
+MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_dropped() -> Iterator[None]:
+    """Drop compiled code between files when there is much; what is needed again is in the persistent cache."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
