@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementation import choose
+from pallas_kernels.ranking import Ranking
 
 
 class Selection(NamedTuple):
@@ -67,12 +68,12 @@ def index_scores(
     return jnp.einsum("trhe,trh->tre", jax.nn.relu(dots), weights.astype(jnp.float32), precision="highest")
 
 
-def candidate_blocks(
-    scores: Float[Array, "*batch entries"], visible: Int[Array, "*batch"], *, block_size: int, blocks: int
-) -> Int[Array, "*batch kept"]:
-    """The ``blocks`` best blocks of ``block_size`` entries by their best visible score, ascending, -1 for none.
+def block_scores(
+    scores: Float[Array, "*batch entries"], visible: Int[Array, "*batch"], *, block_size: int
+) -> Float[Array, "*batch blocks"]:
+    """The value of each block of ``block_size`` entries: its best visible score, -inf for none.
 
-    The newest block, which holds entry ``visible - 1``, is always kept and counts as one. Ties keep the lower block.
+    The newest block, which holds entry ``visible - 1``, is worth more than any score.
     """
     entries = scores.shape[-1]
     total = -(-entries // block_size)
@@ -81,35 +82,33 @@ def candidate_blocks(
     padded = jnp.pad(masked, padding, constant_values=-jnp.inf)
     best = padded.reshape(*scores.shape[:-1], total, block_size).max(axis=-1)
     newest = (visible[..., None] - 1) // block_size
-    best = jnp.where((_number(best) == newest) & (visible[..., None] > 0), jnp.inf, best)
-    return _best(best, blocks)
+    return jnp.where((_number(best) == newest) & (visible[..., None] > 0), jnp.inf, best)
+
+
+def candidate_blocks(
+    scores: Float[Array, "*batch entries"], visible: Int[Array, "*batch"], *, block_size: int, blocks: int
+) -> Int[Array, "*batch kept"]:
+    """The ``blocks`` best blocks of ``block_size`` entries, ascending, -1 for none; see :func:`block_scores`.
+
+    The newest block is always kept and counts as one. Ties keep the lower block.
+    """
+    return Ranking.of(block_scores(scores, visible, block_size=block_size), blocks).ascending()
 
 
 def candidate_entries(
     candidates: Int[Array, "*batch kept"], *, block_size: int, entries: int
 ) -> Bool[Array, "*batch entries"]:
-    """Whether each entry lies in one of the candidate blocks."""
+    """Whether each entry lies in one of the candidate blocks; -1, or a block behind the entries, is none."""
     total = -(-entries // block_size)
     kept = jnp.zeros((*candidates.shape[:-1], total + 1), bool)
-    kept = jnp.put_along_axis(kept, jnp.where(candidates >= 0, candidates, total), True, axis=-1, inplace=False)
+    places = jnp.minimum(jnp.where(candidates >= 0, candidates, total), total)
+    kept = jnp.put_along_axis(kept, places, True, axis=-1, inplace=False)
     return jnp.repeat(kept[..., :total], block_size, axis=-1)[..., :entries]
 
 
 def _number(items: Float[Array, "*batch items"]) -> Int[Array, "*batch items"]:
     """The position of each item along the last axis."""
     return jax.lax.broadcasted_iota(jnp.int32, items.shape, items.ndim - 1)
-
-
-def _best(scores: Float[Array, "*batch items"], count: int) -> Int[Array, "*batch count"]:
-    """Indices of the ``count`` largest scores above -inf, ascending, -1 for none; lower index among equals."""
-    items = scores.shape[-1]
-    # top_k orders -0 below 0, but they are equal scores.
-    unsigned = jnp.where(scores == 0.0, 0.0, scores)
-    values, indices = jax.lax.top_k(unsigned, min(count, items))
-    found = jnp.sort(jnp.where(values > -jnp.inf, indices.astype(jnp.int32), items), axis=-1)
-    found = jnp.where(found < items, found, -1)
-    padding = [(0, 0)] * (scores.ndim - 1) + [(0, count - found.shape[-1])]
-    return jnp.pad(found, padding, constant_values=-1)
 
 
 def _reference(
@@ -130,4 +129,4 @@ def _reference(
     eligible = _number(scores) < visible[..., None]
     if candidates is not None:
         eligible &= candidate_entries(candidates, block_size=block_size, entries=entries)
-    return Selection(_best(jnp.where(eligible, scores, -jnp.inf), top_k), published)
+    return Selection(Ranking.of(jnp.where(eligible, scores, -jnp.inf), top_k).ascending(), published)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from deepinfer_jax.cache.fingerprint import cache_format
 from deepinfer_jax.cache.layout import PageLayout
@@ -110,13 +110,6 @@ def write_rows(cache: Cache, place: Any, values: Float[Array, "*batch channels"]
 def read_rows(cache: Cache, dtype: DTypeLike) -> Float[Array, "*batch channels"]:
     """Rows taken from a cache, in floating point; released formats in ``dtype``, the others in their own."""
     return cache.values(dtype) if isinstance(cache, CachedRows) else decode(cache)
-
-
-def take_rows(cache: Cache, rows: Int[Array, "*batch"], dtype: DTypeLike) -> Float[Array, "*batch channels"]:
-    """Rows of a pool by number, clipped to the last one."""
-    if isinstance(cache, CachedRows):
-        return cache.take(rows).values(dtype)
-    return decode(jnp.take(cache, rows, axis=0, mode="clip"))
 
 
 def storage_dtype(numerics: Numerics) -> jnp.dtype:

@@ -6,6 +6,7 @@ Model specification, section 7. Index source layers own the queries; the keys be
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.linear import linear, linear_float32
 from deepinfer_jax.model.params import Leaf, Stored, matrix
 from deepinfer_jax.model.rope import rotation
-from deepinfer_jax.model.rows import Rows
+from deepinfer_jax.model.rows import Rows, TileShape
 from deepinfer_jax.model.source import KeySource, Number
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.quant import round_trip_fp4_32
 from deepinfer_jax.topology import LayerKind
-from pallas_kernels import Selection, index_scores, index_selection
+from pallas_kernels import Selection, index_scores, index_selection, paged_index_selection
 
 # Index keys that are gathered together, whatever the context length: 128 MiB of them in bfloat16.
 _KEY_ELEMENTS = 1 << 26
@@ -90,35 +91,32 @@ def select(
     """
     queries, weights = project_index_queries(params, inputs, query_latent, rows.positions, config, numerics)
     visible = rows.visible_entries(kind.ratio)
-    parts, scores = [], []
+    candidates = selected.candidates if kind.inside_candidates else None
     level = config.candidates
+    options: dict[str, Any] = {
+        "top_k": config.index_topk,
+        "block_size": level.block_size if level else 0,
+        "publish_blocks": level.topk_blocks if level and kind.publishes_candidates else 0,
+    }
 
     def select_tiles(tiles: tuple[Array, ...]) -> Selection:
         starts, queries, weights, visible, candidates = tiles
-        return index_selection(
-            queries,
-            weights,
-            source.index_keys(group, kind.ratio, rows, starts, inputs.dtype),
-            visible,
-            top_k=config.index_topk,
-            block_size=level.block_size if level else 0,
-            publish_blocks=level.topk_blocks if level and kind.publishes_candidates else 0,
-            candidates=candidates if kind.inside_candidates else None,
-        )
-
-    for part, (tiles, tile_rows), starts in rows.tile_starts():
-        split = [
-            values[part].reshape(tiles, tile_rows, *values.shape[1:])
-            for values in (queries, weights, visible, selected.candidates)
-        ]
         keys = source.index_keys(group, kind.ratio, rows, starts, inputs.dtype)
-        chosen = _in_groups(select_tiles, (starts, *split), _groups(tiles, keys.size))
-        published = selected.candidates[part]
-        if chosen.candidates is not None:
-            published = chosen.candidates.reshape(tiles * tile_rows, -1)
-        parts.append(Selected(chosen.entries.reshape(tiles * tile_rows, -1), published))
+        return index_selection(queries, weights, keys, visible, candidates=candidates, **options)
+
+    parts, scores = [], []
+    for part, tile_shape, starts in rows.tile_starts():
+        tiles = _tiled((queries, weights, visible, candidates), part, tile_shape)
+        keys = source.index_keys(group, kind.ratio, rows, starts, inputs.dtype)
+        pages = source.index_pages(group, kind.ratio, rows, starts)
+        if pages is None:
+            chosen = _in_groups(select_tiles, (starts, *tiles), _groups(tile_shape[0], keys.size))
+        else:
+            chosen = paged_index_selection(tiles[0], tiles[1], pages, tiles[2], candidates=tiles[3], **options)
+        published = selected.candidates[part] if chosen.candidates is None else _rows_of(chosen.candidates)
+        parts.append(Selected(_rows_of(chosen.entries), published))
         # All scores at once, for whoever reads the tap; otherwise the compiler drops them.
-        scores.append(index_scores(split[0], split[1], keys).reshape(tiles * tile_rows, -1))
+        scores.append(_rows_of(index_scores(tiles[0], tiles[1], keys)))
     combined = Selected(
         jnp.concatenate([item.entries for item in parts]), jnp.concatenate([item.candidates for item in parts])
     )
@@ -142,6 +140,16 @@ def project_index_queries(
     return queries, (linear_float32(inputs, params.head_weights) * scale).astype(inputs.dtype)
 
 
+def _tiled(values: tuple[Array | None, ...], part: slice, shape: TileShape) -> tuple[Any, ...]:
+    """The rows of a tile group, tile by tile."""
+    return jax.tree.map(lambda leaf: leaf[part].reshape(*shape, *leaf.shape[1:]), values)
+
+
+def _rows_of(values: Array) -> Array:
+    """Tiles as rows again."""
+    return values.reshape(-1, *values.shape[2:])
+
+
 def _groups(tiles: int, elements: int) -> int:
     """Into how many equal groups to cut the tiles, so that each gathers few enough keys; at most one a tile."""
     return next(
@@ -149,12 +157,10 @@ def _groups(tiles: int, elements: int) -> int:
     )
 
 
-def _in_groups(
-    select_tiles: Callable[[tuple[Array, ...]], Selection], tiles: tuple[Array, ...], groups: int
-) -> Selection:
+def _in_groups(select_tiles: Callable[[tuple[Any, ...]], Selection], tiles: tuple[Any, ...], groups: int) -> Selection:
     """``select_tiles`` over arrays with a leading axis of tiles, one group after the other."""
     if groups == 1:
         return select_tiles(tiles)
-    grouped = tuple(values.reshape(groups, -1, *values.shape[1:]) for values in tiles)
+    grouped = jax.tree.map(lambda values: values.reshape(groups, -1, *values.shape[1:]), tiles)
     chosen = jax.lax.map(select_tiles, grouped)
     return jax.tree.map(lambda values: values.reshape(-1, *values.shape[2:]), chosen)

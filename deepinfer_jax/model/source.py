@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
-from deepinfer_jax.cache.state import State, read_rows, take_rows, write_rows
+from deepinfer_jax.cache.state import State, read_rows, write_rows
 from deepinfer_jax.model.rows import Rows, at_positions
-from pallas_kernels import CachedRows
+from pallas_kernels import CachedRows, IndexPages
 
 # A layer or group number: a Python int in unrolled execution, a traced scalar inside a scan over layers.
 Number = int | Int[Array, ""]
@@ -54,6 +54,9 @@ class KeySource(Protocol):
 
         ``dtype`` is that of activations.
         """
+
+    def index_pages(self, group: Number, ratio: int, rows: Rows, request: Array) -> IndexPages | None:
+        """Where the index keys of each tile's request lie; None where it is quickest to read them as a whole."""
 
     def entry_rows(
         self, group: Number, ratio: int, rows: Rows, selection: Array
@@ -110,6 +113,9 @@ class SequenceSource:
         del group, dtype
         completed = (jnp.arange(self.length // ratio, dtype=jnp.int32) + 1) * ratio - 1
         return self.keys[jnp.minimum(rows.first_row[request][:, None] + completed[None], self.keys.shape[0] - 1)]
+
+    def index_pages(self, group: Number, ratio: int, rows: Rows, request: Array) -> None:
+        del group, ratio, rows, request
 
     def entry_rows(self, group: Number, ratio: int, rows: Rows, selection: Array) -> tuple[Array, Array]:
         del group
@@ -175,10 +181,11 @@ class PagedSource:
         )
 
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype) -> Array:
-        capacity = self.block_tables.shape[1] * (self.state.layout.block_tokens // ratio)
-        entries = jnp.tile(jnp.arange(capacity, dtype=jnp.int32)[None], (request.shape[0], 1))
-        pool_rows = self._pool_rows(group, ratio, rows.slots[request][:, None], entries)
-        return take_rows(self.state.index, pool_rows, dtype)
+        return self.index_pages(group, ratio, rows, request).all_keys(dtype)
+
+    def index_pages(self, group: Number, ratio: int, rows: Rows, request: Array) -> IndexPages:
+        first_rows = self._first_rows(group, self.block_tables[rows.slots[request]])
+        return IndexPages(self.state.index, first_rows, self.state.layout.block_tokens // ratio)
 
     def entry_rows(self, group: Number, ratio: int, rows: Rows, selection: Array) -> tuple[Array | CachedRows, Array]:
         pool_rows = self._pool_rows(group, ratio, rows.slots[:, None], jnp.maximum(selection, 0))
@@ -202,11 +209,12 @@ class PagedSource:
         return dataclasses.replace(self, state=dataclasses.replace(self.state, **arrays))
 
     def _pool_rows(self, group: Number, ratio: int, slots: Array, entries: Array) -> Array:
+        per_block = self.state.layout.block_tokens // ratio
+        return self._first_rows(group, self.block_tables[slots, entries // per_block]) + entries % per_block
+
+    def _first_rows(self, group: Number, blocks: Array) -> Array:
         layout = self.state.layout
-        per_block = layout.block_tokens // ratio
-        block = self.block_tables[slots, entries // per_block]
-        offset = jnp.asarray(layout.group_offsets, jnp.int32)[group]
-        return block * layout.rows_per_block + offset + entries % per_block
+        return blocks * layout.rows_per_block + jnp.asarray(layout.group_offsets, jnp.int32)[group]
 
     @staticmethod
     def _in_ring(rows: Rows, request: Array, positions: Array, ring: int) -> Array:

@@ -37,6 +37,17 @@ OPS = {
         ),
         ("reference",),
     ),
+    "paged_index_selection": (
+        lambda **options: pallas_kernels.paged_index_selection(
+            zeros(1, 1, 1, 2),
+            zeros(1, 1, 1),
+            pallas_kernels.IndexPages(zeros(1, 2), integers(1, 1), 1),
+            integers(1, 1),
+            top_k=1,
+            **options,
+        ),
+        ("reference",),
+    ),
     "grouped_experts": (
         lambda **options: pallas_kernels.grouped_experts(
             zeros(1, 2), integers(1, 1), zeros(1, 1), zeros(1, 4, 2), zeros(1, 2, 2), limit=1.0, **options

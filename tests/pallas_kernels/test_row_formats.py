@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import quant
-from deepinfer_jax.cache.state import empty_cache, read_rows, take_rows, write_rows
+from deepinfer_jax.cache.state import empty_cache, read_rows, write_rows
 from deepinfer_jax.numerics import F32
 from pallas_kernels import CachedRows, gather_rows, sparse_attention
 
@@ -41,8 +41,6 @@ def test_rows_are_written_and_read_like_those_of_a_plain_array(name):
     places = jnp.asarray([6, 2, 7, 0, 3])  # 7 is out of range
     plain, packed = write_rows(plain, places, rounded), write_rows(packed, places, exact)
     np.testing.assert_array_equal(read_rows(packed, jnp.float32), plain)
-    wanted = jnp.asarray([[3, 0], [6, 9]])
-    np.testing.assert_array_equal(take_rows(packed, wanted, jnp.float32), take_rows(plain, wanted, jnp.float32))
     named = jnp.asarray([[3, -1], [6, 0]])
     np.testing.assert_array_equal(gather_rows(packed, named, jnp.float32), gather_rows(plain, named, jnp.float32))
 

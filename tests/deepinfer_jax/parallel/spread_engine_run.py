@@ -7,6 +7,7 @@ is fixed when JAX starts. RESULT gets tokens and log-probabilities of both, and 
 # ruff: noqa: E402  # what is imported after the settings must see them
 
 import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -58,8 +59,11 @@ def main(result: str) -> None:
     config = ModelConfig.from_dict(raw)
     params = initialise(Model.describe(config), jax.random.key(3), F32)
     settings = dataclasses.replace(SETTINGS, deterministic=False, decode_rows=(3,))
+    scoring = importlib.import_module("pallas_kernels.paged_index_selection")
     found = {}
     for name, shards, devices in (("one", 1, None), ("eight", DEVICES, jax.devices())):
+        # Each of the eight scores its own requests in chunks, as long as these take; the single one in one piece.
+        scoring.CHUNK_ENTRIES = 1024 if devices is None else 32
         engine = build_engine(params, config, F32, dataclasses.replace(settings, n_shards=shards), devices=devices)
         answers = run(engine, requests())
         found[name] = {
