@@ -69,8 +69,6 @@ def _reference(
             publish_blocks=publish_blocks,
             candidates=candidates,
         )
-    if candidates is not None:
-        chunk = min(chunk, candidates.shape[-1] * block_size) if tile_rows == 1 else chunk
     scoring = _Scoring(queries, weights, pages, visible, candidates, chunk, block_size, publish_blocks)
     work = WorkList.of(scoring.chunks(), max(1, min(tiles, LANE_ROWS // tile_rows)))
     places = (top_k, publish_blocks) if publish_blocks else (top_k,)
@@ -114,9 +112,15 @@ class _Scoring:
     pages: IndexPages
     visible: Int[Array, "tiles rows"]
     candidates: Int[Array, "tiles rows blocks"] | None
-    chunk: int
+    largest_chunk: int
     block_size: int
     publish_blocks: int
+
+    @property
+    def chunk(self) -> int:
+        """Entries of a chunk."""
+        listed = self.listed
+        return self.largest_chunk if listed is None else min(self.largest_chunk, listed.shape[1] * self.block_size)
 
     @property
     def listed(self) -> Int[Array, "tiles blocks"] | None:
