@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
+import numpy as np
+from jaxtyping import Int
+
 from deepinfer_jax.admission import Admissions
+from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.assembly import Assembled, Part, assemble
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache.records import StateFormat
+from deepinfer_jax.cache.snapshot import Rings
 from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
+from deepinfer_jax.handover import Handover
 from deepinfer_jax.metrics import Metrics
-from deepinfer_jax.preemption import recomputes, suspend
+from deepinfer_jax.preemption import packing_seconds, recomputes, suspend
 from deepinfer_jax.recorder import Recorder
 from deepinfer_jax.request import Completion, Output, Request
 from deepinfer_jax.results import Results, StepRecord
@@ -49,10 +56,10 @@ class Engine:
         settings: EngineSettings,
         *,
         blocks: int,
-        fingerprint: bytes,
+        form: StateFormat,
         costs: Mapping[StepShape, float],
         store: BlockStore | None = None,
-        form: StateFormat | None = None,
+        token_map: Int[np.ndarray, " vocabulary"] | None = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,10 +69,10 @@ class Engine:
           device: warmed up.
           config, settings: of the model and of the engine.
           blocks: of each shard's pools.
-          fingerprint: of the state.
+          form: how the state is cut into records when it leaves the device, and its fingerprint.
           costs: seconds of each step shape.
           store: where finished blocks go and prefix hits continue.
-          form: how blocks travel to the store, with the same fingerprint.
+          token_map: compressed id of every token id, for a model with Engram.
           tokenizer: for texts and stop strings.
           clock: seconds, steady.
         """
@@ -77,18 +84,29 @@ class Engine:
             block_tokens=settings.block_tokens,
             tables_width=settings.tables_width(config),
             n_shards=settings.n_shards,
-            fingerprint=fingerprint,
+            fingerprint=form.fingerprint,
         )
+        fill = math.nan if settings.poison else 0.0
+        self.receiver = Receiver(form, Rings.of(device.slot_planes), token_map, fill)
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)
         self._traffic = StoreTraffic(device, self.books, settings, self.metrics, clock, store, form)
         self._admissions = Admissions(
-            device, self.books, self._table, self._checkpoints, config, settings, self.metrics, self._traffic
+            device,
+            self.books,
+            self._table,
+            self._checkpoints,
+            config,
+            settings,
+            self.metrics,
+            self._traffic,
+            self.receiver,
         )
         self._results = Results(
-            device, self.books, self._checkpoints, settings, self.metrics, self._traffic, fingerprint.hex(), clock
+            device, self.books, self._checkpoints, settings, self.metrics, self._traffic, form.fingerprint, clock
         )
+        self._packing_seconds = packing_seconds(form)
         self._running: dict[int, Sequence] = {}
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
@@ -98,15 +116,26 @@ class Engine:
 
     # Requests.
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, *, arrival: Arrival | None = None, handover: Handover | None = None) -> int:
         """Queue a request. Returns its number, which its news carry.
 
+        Args:
+          request: what is asked for.
+          arrival: its state so far, as :attr:`receiver` opened it.
+          handover: where its state goes; the request ends with its first token then.
+
         Raises:
-          InputError: the request cannot be served by this model or engine.
+          InputError: the request cannot be served by this model or engine, or the state is not the request's.
           OverloadError: too many requests wait.
         """
         self.check(request)
         params = request.params
+        if arrival is not None:
+            arrival.check(request, bounded=self.settings.replay.mode == "bounded")
+        if params.n > 1 and (arrival is not None or handover is not None):
+            raise InputError("n", params.n, "1 where state comes or goes", "send one request for each branch")
+        if handover is not None and params.max_tokens <= len(request.answer):
+            raise InputError("max_tokens", params.max_tokens, "at least one new token where state is handed over")
         if self._admissions.count + params.n > self.settings.max_waiting:
             accepted = f"at most max_waiting {self.settings.max_waiting}"
             raise OverloadError("waiting requests", self._admissions.count + params.n, accepted, "try again later")
@@ -123,10 +152,14 @@ class Engine:
                 seed=branch_seed(seed, branch),
                 arrival=now,
                 ends=frozenset(ends),
-                tokens=list(request.prompt),
+                tokens=[*request.prompt, *request.answer],
+                handover=handover,
             )
             if self._tokenizer is not None:
                 sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
+                sequence.matcher.push(sequence.stream.push(request.answer))
+            if arrival is not None:
+                _continue(sequence, arrival, self.settings.block_tokens)
             branches.append(sequence)
         self._admissions.add(branches)
         return number
@@ -269,7 +302,7 @@ class Engine:
     @staticmethod
     def _part(sequence: Sequence, start: int, count: int) -> Part:
         last = start + count == sequence.length
-        return Part(sequence, start, count, last and sequence.generated < sequence.request.params.max_tokens)
+        return Part(sequence, start, count, last and sequence.generated < sequence.limit)
 
     def _make_room(self) -> None:
         """Blocks for every running sequence's next row; where there are none, one gives way."""
@@ -302,7 +335,7 @@ class Engine:
     def _rates(self) -> tuple[float, float]:
         """Seconds of a prefill row, and of a block's way to the host and back."""
         prefill = max(self._costs, key=lambda shape: shape.rows)
-        return self._costs[prefill] / prefill.rows, self._device.block_seconds
+        return self._costs[prefill] / prefill.rows, self._device.block_seconds + self._packing_seconds
 
     def _dispatch(self, assembled: Assembled) -> StepRecord:
         self._steps += 1
@@ -343,3 +376,11 @@ class Engine:
         metrics.used_slots.set(self.books.used_slots)
         metrics.held_windows.set(len(self._checkpoints))
         metrics.recompiles.inc(self._device.new_compiles())
+
+
+def _continue(sequence: Sequence, arrival: Arrival, block_tokens: int) -> None:
+    """Let a sequence begin where its state ends; blocks of a hit were named where the state comes from."""
+    meta = arrival.meta
+    sequence.suspended, sequence.restart = arrival, arrival.restart
+    sequence.computed = sequence.confirmed = meta.computed
+    sequence.published, sequence.received_tokens = meta.held // block_tokens, meta.paged

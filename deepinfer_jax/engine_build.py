@@ -18,6 +18,7 @@ from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parallel.spread_engine import empty_shards, spread
 from deepinfer_jax.runtime.device import Device, StepSettings, local_functions
+from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.runtime.sampler import Counts
 from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.text.tokenizer import Tokenizer
@@ -81,10 +82,12 @@ def build_engine(
             blocks=blocks,
             layout=layout,
             places=step.places,
+            max_drafts=settings.max_drafts,
             fill=float("nan") if settings.poison else 0.0,
         )
         return empty if place is None else place(*empty)
 
+    token_map = None if params.token_map is None else InFlight(params.token_map).read()
     device = Device(
         params,
         fresh,
@@ -101,10 +104,10 @@ def build_engine(
         config,
         settings,
         blocks=blocks,
-        fingerprint=form.fingerprint,
+        form=form,
         costs=costs,
         store=store,
-        form=form,
+        token_map=token_map,
         tokenizer=tokenizer,
     )
 

@@ -154,6 +154,8 @@ class Request:
     Attributes:
         prompt: token ids.
         params: sampling parameters.
+        answer: tokens that were generated before, by an engine that handed over or failed. Limits, penalties and stop
+            strings count them; news hold what comes behind them.
         priority: higher ones come first.
         deadline: seconds after arrival at which the request ends unfinished; None has no end.
         salt: requests share cached prefixes only with those of the same salt.
@@ -168,6 +170,7 @@ class Request:
     salt: bytes = b""
     images: tuple[ImageSpan, ...] = ()
     read_cache: bool = True
+    answer: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +189,7 @@ class Receipt:
     Attributes:
         seed: of the branch, given or drawn.
         hit_tokens: prompt tokens found in device pages or the store, ``stored_tokens`` of them in the store.
+        received_tokens: tokens whose state was handed over by another engine.
         replays: hit lengths of the bounded replays that its state descends from; () is exact.
         computed_tokens: rows that were run.
         replayed_tokens: those among them whose pages were held already.
@@ -196,6 +200,7 @@ class Receipt:
     seed: int
     hit_tokens: int
     stored_tokens: int
+    received_tokens: int
     replays: tuple[int, ...]
     computed_tokens: int
     replayed_tokens: int
@@ -213,7 +218,7 @@ class Output:
         text: new text, where the engine has a tokenizer.
         logprobs: of the new tokens, where asked for.
         prompt_logprobs: of the prompt's tokens from the second on; once, with the first news.
-        finish_reason: ``stop``, ``length``, ``abort``, ``deadline`` or ``error``; None while it goes on.
+        finish_reason: ``stop``, ``length``, ``abort``, ``deadline``, ``handover`` or ``error``; None while it goes on.
         matched: the stop string or token id that ended it.
         error: what went wrong, with reason ``error``.
         receipt: with the last news.

@@ -12,9 +12,11 @@ from deepinfer_jax.assembly import Assembled, Entry
 from deepinfer_jax.books import Books
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.metrics import Metrics
+from deepinfer_jax.preemption import describe
 from deepinfer_jax.request import Logprob, Output
 from deepinfer_jax.runtime.device import Device
 from deepinfer_jax.runtime.inflight import InFlight
+from deepinfer_jax.runtime.transfer import batches
 from deepinfer_jax.sequence import Sequence
 from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.store_traffic import StoreTraffic
@@ -22,13 +24,26 @@ from deepinfer_jax.store_traffic import StoreTraffic
 
 @dataclasses.dataclass
 class StepRecord:
-    """A dispatched step: what ran, and what is on its way. ``windows``: by sequence, those held at a boundary."""
+    """A dispatched step: what ran, and what is on its way.
+
+    By sequence, ``windows`` are those held at a boundary, and ``handed`` what is handed over.
+    """
 
     number: int
     assembled: Assembled
     sampled: InFlight
     scores: InFlight | None = None
     windows: dict[int, tuple[int, InFlight]] = dataclasses.field(default_factory=dict)
+    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Handed:
+    """``count`` blocks on their way out of the device, and the slot where the state is complete."""
+
+    count: int
+    blocks: list[InFlight]
+    slot: InFlight | None
 
 
 class Results:
@@ -42,7 +57,7 @@ class Results:
         settings: EngineSettings,
         metrics: Metrics,
         traffic: StoreTraffic,
-        fingerprint: str,
+        fingerprint: bytes,
         clock: Callable[[], float],
     ) -> None:
         self._device, self._books, self._checkpoints = device, books, checkpoints
@@ -83,6 +98,8 @@ class Results:
             sequence, stop = entry.sequence, entry.start + entry.count
             if self._holds_windows(sequence, stop):
                 record.windows[sequence.id] = (stop, self._device.read_slot(self._books.number(sequence)))
+            if sequence.handover is not None:
+                record.handed[sequence.id] = self._handed(entry)
             self._count_rows(entry)
 
     def take(self, record: StepRecord) -> Any:
@@ -108,8 +125,11 @@ class Results:
                 sequence.confirmed = max(sequence.confirmed, entry.start + entry.count)
             if scores is not None and self._scores(entry):
                 self._collect(entry, scores)
+            handed = record.handed.get(sequence.id)
+            if handed is not None and handed.slot is None and sequence.handover is not None:
+                sequence.handover.add([part.read() for part in handed.blocks], handed.count)
             if entry.place is not None:
-                self._accept(sequence, entry.place, sampled, now)
+                self._accept(sequence, entry.place, sampled, now, handed)
             elif sequence.request.params.max_tokens == 0 and entry.start + entry.count == sequence.prompt_length:
                 self.end(sequence, "length")
             if sequence.slot is not None:
@@ -131,6 +151,8 @@ class Results:
     ) -> None:
         """End a sequence, with its last news."""
         sequence.finish_reason = reason
+        if sequence.handover is not None:
+            sequence.handover.fail(reason)
         if sequence.matcher is not None and sequence.stream is not None and sequence.matcher.found is None:
             text += sequence.matcher.push(sequence.stream.finish()) + sequence.matcher.finish()
         self._metrics.finished.labels(reason).inc()
@@ -146,11 +168,11 @@ class Results:
                 finish_reason=reason,
                 matched=matched,
                 error=error,
-                receipt=sequence.receipt(self._fingerprint),
+                receipt=sequence.receipt(self._fingerprint.hex()),
             )
         )
 
-    def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float) -> None:
+    def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float, handed: Handed | None) -> None:
         token, params = int(sampled.tokens[place]), sequence.request.params
         self._time(sequence, now)
         if token in sequence.ends:
@@ -169,6 +191,12 @@ class Results:
             self.end(sequence, "stop", tokens=(token,), text=text, logprobs=logprobs, matched=found)
         elif len(sequence.tokens) - sequence.prompt_length == params.max_tokens:
             self.end(sequence, "length", tokens=(token,), text=text, logprobs=logprobs)
+        elif sequence.handover is not None:
+            assert handed is not None
+            assert handed.slot is not None
+            blocks, meta = [part.read() for part in handed.blocks], describe(sequence, self._fingerprint)
+            sequence.handover.complete(blocks, handed.count, meta, handed.slot.read())
+            self.end(sequence, "handover", tokens=(token,), text=text, logprobs=logprobs)
         else:
             self._news.append(
                 Output(
@@ -180,6 +208,20 @@ class Results:
                     self._prompt_logprobs(sequence),
                 )
             )
+
+    def _handed(self, entry: Entry) -> Handed:
+        """Begin to read the blocks that a step completes, and at the last token everything else."""
+        sequence, stop = entry.sequence, entry.start + entry.count
+        paged, last = max(stop, sequence.restart.held), stop == len(sequence.tokens)
+        full = self._books.blocks_for(paged) if last else paged // self._books.block_tokens
+        blocks = sequence.blocks[sequence.handed : full]
+        sequence.handed = max(sequence.handed, full)
+        numbers = self._books.block_numbers(sequence.shard, blocks)
+        return Handed(
+            len(blocks),
+            [self._device.read_blocks(part) for part in batches(numbers)],
+            self._device.read_slot(self._books.number(sequence)) if last else None,
+        )
 
     def _time(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token is None:

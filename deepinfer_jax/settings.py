@@ -34,6 +34,7 @@ class EngineSettings:
         n_shards: shards over which requests are spread.
         most_logprobs: likeliest tokens that can be asked for.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
+        max_drafts: drafts that a step may verify, for which the window rings have room; None takes the model's block.
         store_patience: seconds that a new request waits for what a block store has of its prompt.
         store_queue: blocks that may wait for the store to take them; the oldest are given up.
         recorded_steps: steps that the flight recorder keeps.
@@ -55,6 +56,7 @@ class EngineSettings:
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
     preemption: str = "auto"
+    max_drafts: int | None = None
     store_patience: float = 0.2
     store_queue: int = 256
     recorded_steps: int = 32
@@ -70,8 +72,9 @@ class EngineSettings:
                 raise ConfigError(name, value, "1 or more")
         if self.preemption not in PREEMPTION_WAYS:
             raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
-        for name in ("window_checkpoints", "store_patience", "store_queue"):
-            if not getattr(self, name) >= 0:
+        for name in ("window_checkpoints", "store_patience", "store_queue", "max_drafts"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
                 raise ConfigError(name, getattr(self, name), "0 or more")
         for name in ("decode_rows", "prefill_tiles"):
             sizes = getattr(self, name)

@@ -47,15 +47,25 @@ def built(numerics: str, decoder: str) -> Engine:
 
 
 @functools.cache
+def receiver(numerics: str, decoder: str) -> Engine:
+    """An engine of the same model with other pools, slots, rings and tiles."""
+    config, chosen, params = tiny_model(numerics)
+    settings = dataclasses.replace(
+        SETTINGS, replay=Replay("exact", decoder, KEEP), slots=2, blocks=17, decode_rows=(2,), tile_rows=8, max_drafts=5
+    )
+    return build_engine(params, config, chosen, settings)
+
+
+@functools.cache
 def state_format(numerics: str, fingerprint: bytes = bytes(32)) -> StateFormat:
     config, chosen, _ = tiny_model(numerics)
     form = StateFormat.of("", config, chosen, PageLayout.of(config, BLOCK_TOKENS))
     return dataclasses.replace(form, fingerprint=fingerprint)
 
 
-def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, **changes) -> Engine:
+def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, build=built, **changes) -> Engine:
     """A new engine over an empty, NaN-filled state. Settings that change no shape may be changed."""
-    first = built(numerics, decoder)
+    first = build(numerics, decoder)
     first._device.reset()
     mode = changes.pop("mode", "exact")
     settings = dataclasses.replace(first.settings, replay=Replay(mode, decoder, KEEP), **changes)
@@ -64,11 +74,11 @@ def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, **
         first._device,
         first.config,
         settings,
-        blocks=SETTINGS.blocks,
-        fingerprint=bytes(32),
+        blocks=first.books.pool.blocks,
+        form=state_format(numerics),
         costs=first._costs,
         store=store,
-        form=state_format(numerics),
+        token_map=first.receiver.token_map,
         **more,
     )
 

@@ -28,7 +28,7 @@ from deepinfer_jax.runtime.compiles import CompileCounter
 from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.runtime.sampler import Choices, Counts
 from deepinfer_jax.runtime.step import StepInput, forward_step, sample_step, score_step
-from deepinfer_jax.runtime.transfer import BLOCKS_AT_ONCE, UNUSED, BlockPlanes, Transfer, batches
+from deepinfer_jax.runtime.transfer import BLOCKS_AT_ONCE, UNUSED, BlockPlanes, SlotPlanes, Transfer, batches
 
 _TIMED_RUNS = 3
 
@@ -210,6 +210,11 @@ class Device:
     def block_planes(self) -> BlockPlanes:
         """Abstract planes that :meth:`write_blocks` takes, see :mod:`deepinfer_jax.runtime.host_planes`."""
         return self._transfer.block_planes
+
+    @property
+    def slot_planes(self) -> SlotPlanes:
+        """Abstract planes that :meth:`write_slot` takes, see :mod:`deepinfer_jax.runtime.host_planes`."""
+        return self._transfer.slot_planes
 
     def read_slot(self, slot: int) -> InFlight:
         """The rings of a slot, numbered over all shards."""

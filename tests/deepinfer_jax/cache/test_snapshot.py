@@ -246,7 +246,7 @@ def test_blocks_can_be_packed_and_unpacked_in_pieces(numerics):
     pieces = pack_slot(meta, slot, form) | {"meta": meta.to_bytes()}
     for first in range(0, 6, 4):
         part = type(blocks)(*(take_rows(rows, slice(first, first + 4)) for rows in blocks))
-        pieces |= pack_blocks(meta, first, part, form)
+        pieces |= pack_blocks(meta.paged, first, part, form)
     assert pieces == snapshot
     whole = unpack_blocks(snapshot, meta, 0, 6, form)
     only = {name: content for name, content in snapshot.items() if name.startswith(("page(2,", "page(3,"))}

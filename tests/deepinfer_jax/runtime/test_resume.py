@@ -100,7 +100,7 @@ class Engine:
         used = self.tables[slot, : self.form.layout.blocks_for(meta.paged)].tolist()
         for call, numbers in enumerate(batches(used)):
             planes = jax.tree.map(np.asarray, self.transfer.read_blocks(self.state, numbers))
-            snapshot |= pack_blocks(meta, call * BLOCKS_AT_ONCE, planes, self.form)
+            snapshot |= pack_blocks(meta.paged, call * BLOCKS_AT_ONCE, planes, self.form)
         snapshot |= pack_slot(meta, jax.tree.map(np.asarray, self.transfer.read_slot(self.state, slot)), self.form)
         assert list(snapshot) == section_names(meta, self.form)
         return snapshot

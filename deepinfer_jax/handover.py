@@ -1,0 +1,94 @@
+"""A request's state on its way out of an engine: pages as soon as they are computed, the rest at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepinfer_jax.cache.records import BlockPlanes, StateFormat, block_count, take_rows
+from deepinfer_jax.cache.snapshot import META, SnapshotMeta, pack_blocks, pack_slot
+
+
+class Handover:
+    """What an engine gives away of one request. Other threads read it, and cut it into sections when they do.
+
+    The engine adds full blocks in the request's order and then completes or fails. Pages alone are worth nothing to a
+    receiver: ``meta`` comes at the end, behind a sample that was found finite.
+    """
+
+    def __init__(self, form: StateFormat, changed: Callable[[], None] = lambda: None) -> None:
+        """``changed`` is called on the engine's thread whenever there is more to read, or an end."""
+        self.form = form
+        self._changed, self._lock = changed, threading.Lock()
+        self._blocks: list[tuple[Any, int]] = []
+        self._end: tuple[SnapshotMeta, Any] | None = None
+        self._failure: str | None = None
+
+    # The engine's side.
+
+    def add(self, planes: Sequence[Any], count: int) -> None:
+        """The next ``count`` blocks, all full: host ``BlockPlanes`` as batches of them were read."""
+        with self._lock:
+            self._extend(planes, count)
+        self._changed()
+
+    def complete(self, planes: Sequence[Any], count: int, meta: SnapshotMeta, slot: Any) -> None:
+        """The last blocks as in :meth:`add`, the last of them perhaps not full, and everything else."""
+        with self._lock:
+            self._extend(planes, count)
+            self._end = meta, slot
+        self._changed()
+
+    def fail(self, reason: str) -> None:
+        """There will be no end; without effect behind one."""
+        with self._lock:
+            if self._end is not None or self._failure is not None:
+                return
+            self._failure = reason
+        self._changed()
+
+    def _extend(self, planes: Sequence[Any], count: int) -> None:
+        places = [(part, place) for part in planes for place in range(block_count(part))]
+        self._blocks += places[:count]
+
+    # The reader's side.
+
+    @property
+    def ready(self) -> int:
+        """Blocks whose pages can be read."""
+        return len(self._blocks)
+
+    @property
+    def meta(self) -> SnapshotMeta | None:
+        """What the state is of, once it is complete."""
+        return None if self._end is None else self._end[0]
+
+    @property
+    def failure(self) -> str | None:
+        """Why there will be no end."""
+        return self._failure
+
+    def pages(self, first: int, stop: int) -> dict[str, bytes]:
+        """The page sections of the blocks ``first`` up to ``stop``, which are ready."""
+        meta, packed = self.meta, dict[str, bytes]()
+        for block in range(first, stop):
+            planes, place = self._blocks[block]
+            paged = (block + 1) * self.form.layout.block_tokens if meta is None else meta.paged
+            packed |= pack_blocks(paged, block, _block(planes, place), self.form)
+        return packed
+
+    def rest(self) -> dict[str, bytes]:
+        """The other sections, ``meta`` among them; complete ones only."""
+        assert self._end is not None
+        meta, slot = self._end
+        return {META: meta.to_bytes()} | pack_slot(meta, slot, self.form)
+
+    def snapshot(self) -> dict[str, bytes]:
+        """All sections of a complete state."""
+        return self.pages(0, self.ready) | self.rest()
+
+
+def _block(planes: Any, place: int) -> BlockPlanes:
+    at = slice(place, place + 1)
+    return BlockPlanes(take_rows(planes.main, at), take_rows(planes.index, at))
