@@ -132,7 +132,7 @@ class Admissions:
         return seated
 
     def _describe(self, sequence: Sequence) -> Waiting:
-        blocks, shard = self._books.blocks_for(len(sequence.tokens)), None
+        blocks, shard = self._books.blocks_for(sequence.stop), None
         fork = self._forks.get(sequence.id)
         if fork is not None:
             blocks, shard = blocks - len(fork.blocks), fork.shard
@@ -159,7 +159,7 @@ class Admissions:
 
     def _resume(self, sequence: Sequence, shard: int) -> bool:
         """Where it gave way, here or in another engine."""
-        if not self._books.seat(sequence, shard, [], self._books.blocks_for(len(sequence.tokens))):
+        if not self._books.seat(sequence, shard, [], self._books.blocks_for(sequence.stop)):
             return False
         state = sequence.suspended
         insert(sequence, state if isinstance(state, Arrival) else self._receiver.open(state), self._device, self._books)
@@ -198,7 +198,7 @@ class Admissions:
         if sequence.preemptions and replay.mode == "bounded":
             adopts = False
         hit = books.find(sequence, shard, bounded=replay.mode == "bounded") if adopts else Hit((), ())
-        if not books.seat(sequence, shard, list(hit.blocks), books.blocks_for(len(sequence.tokens))):
+        if not books.seat(sequence, shard, list(hit.blocks), books.blocks_for(sequence.stop)):
             books.pool.release(shard, hit.blocks)
             return False
         stored = self._traffic.behind(sequence, hit)

@@ -23,7 +23,7 @@ class Entry:
 
     ``start``, ``count``: its tokens. ``place``: where its sampled token stands among those of all shards, ``source``
     among those of its own; None where it samples none. ``last_row``: its last row among the kept rows of all shards, -1
-    where none is kept.
+    where none is kept. ``slot``: its slot among those of all shards.
     """
 
     sequence: Sequence
@@ -32,6 +32,7 @@ class Entry:
     place: int | None
     source: int
     last_row: int
+    slot: int
 
 
 @dataclasses.dataclass
@@ -86,10 +87,13 @@ def choose_shape(shards: Items[Items[Chunk]], shapes: Items[StepShape]) -> StepS
 
 
 def _fits(chunks: Items[Chunk], shape: StepShape) -> bool:
-    singles = sum(len(chunk.tokens) == 1 for chunk in chunks)
+    singles = [chunk for chunk in chunks if len(chunk.tokens) == 1]
     longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-    if singles > shape.decode_rows:
-        return False
+    if shape.decode_rows:
+        if len(singles) > shape.decode_rows:
+            return False
+    else:
+        longer += singles
     if not longer:
         return True
     if not shape.tile_rows:
@@ -126,9 +130,9 @@ def assemble(
                 samples[place], positions[place] = end, part.start + part.count
                 slots[place] = books.number(part.sequence)
             last_row = -1 if end < 0 else shard * rows + end
-            entries.append(
-                Entry(part.sequence, part.start, part.count, place if part.samples else None, source, last_row)
-            )
+            own = place if part.samples else None
+            number = books.number(part.sequence)
+            entries.append(Entry(part.sequence, part.start, part.count, own, source, last_row, number))
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *[here.batch for here in packed])
     step = StepInput(batch=batch, block_tables=books.tables.copy(), samples=samples)
     return Assembled(shape, step, table.rows(slots, slots % books.slots, positions), entries)

@@ -116,20 +116,32 @@ class Engine:
 
     # Requests.
 
-    def submit(self, request: Request, *, arrival: Arrival | None = None, handover: Handover | None = None) -> int:
+    def submit(
+        self,
+        request: Request,
+        *,
+        arrival: Arrival | None = None,
+        handover: Handover | None = None,
+        encoder_only: bool = False,
+    ) -> int:
         """Queue a request. Returns its number, which its news carry.
 
         Args:
           request: what is asked for.
           arrival: its state so far, as :attr:`receiver` opened it.
           handover: where its state goes; the request ends with its first token then.
+          encoder_only: hand over before the first row that decoder layers keep; no token comes.
 
         Raises:
           InputError: the request cannot be served by this model or engine, or the state is not the request's.
           OverloadError: too many requests wait.
         """
         self.check(request)
-        params = request.params
+        params, cut = request.params, None
+        if encoder_only:
+            cut = self._encoder_rows(request, handover)
+        elif self.settings.encoder_only:
+            raise InputError("encoder_only", False, "True, as this engine has no decoder layers", "use another engine")
         if arrival is not None:
             arrival.check(request, bounded=self.settings.replay.mode == "bounded")
         if params.n > 1 and (arrival is not None or handover is not None):
@@ -154,6 +166,7 @@ class Engine:
                 ends=frozenset(ends),
                 tokens=[*request.prompt, *request.answer],
                 handover=handover,
+                cut=cut,
             )
             if self._tokenizer is not None:
                 sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
@@ -163,6 +176,19 @@ class Engine:
             branches.append(sequence)
         self._admissions.add(branches)
         return number
+
+    def _encoder_rows(self, request: Request, handover: Handover | None) -> int:
+        """Rows of a prompt that end before the decoder layers."""
+        rows = self.settings.replay.decoder_floor(len(request.prompt))
+        if self.settings.replay.decoder != "compact":
+            accepted = "False, as decoder layers keep all rows here"
+            raise InputError("encoder_only", True, accepted, "use an engine of replay.decoder compact")
+        if handover is None or request.params.prompt_logprobs is not None:
+            raise InputError("encoder_only", True, "True where state is handed over, and no prompt_logprobs are wanted")
+        if not rows:
+            accepted = f"more than the {self.settings.replay.keep} that decoder layers keep"
+            raise InputError("prompt", f"{len(request.prompt)} tokens", accepted)
+        return rows
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served, before anything is queued.
@@ -279,7 +305,7 @@ class Engine:
                 sequence.id,
                 sequence.shard,
                 sequence.computed,
-                max(sequence.length, sequence.computed),
+                max(sequence.stop, sequence.computed),
                 sequence.served,
                 sequence.request.priority,
             )
@@ -287,7 +313,8 @@ class Engine:
             if sequence.wants_step
         ]
         settings = self.settings
-        room = Room(settings.decode_rows[-1], settings.prefill_tiles[-1], settings.rows_per_tile)
+        decode_rows = 0 if settings.encoder_only else settings.decode_rows[-1]
+        room = Room(decode_rows, settings.prefill_tiles[-1], settings.rows_per_tile)
         parts = [self._part(self._running[piece.id], piece.start, piece.count) for piece in plan_step(running, room)]
         if not parts:
             return None
@@ -308,7 +335,7 @@ class Engine:
         """Blocks for every running sequence's next row; where there are none, one gives way."""
         order = sorted(self._running.values(), key=lambda sequence: (-sequence.request.priority, sequence.id))
         for sequence in order:
-            while sequence.wants_step and not self.books.grow(sequence, sequence.length):
+            while sequence.wants_step and not self.books.grow(sequence, sequence.stop):
                 rivals = [
                     Running(other.id, other.shard, other.computed, other.length, other.served, other.request.priority)
                     for other in self._running.values()
@@ -362,7 +389,6 @@ class Engine:
         self._running.pop(sequence.id, None)
 
     def _unseat(self, sequence: Sequence) -> None:
-        self._traffic.unseat(sequence)
         slot, freed = self.books.unseat(sequence)
         if self.settings.poison:
             self._device.poison(freed, [slot])

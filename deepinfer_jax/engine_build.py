@@ -61,6 +61,7 @@ def build_engine(
         scored=max(shape.kept_rows for shape in settings.shapes()),
         narrowed=settings.replay.decoder != "off",
         embedded=config.hidden_size if config.vision else 0,
+        encoder_only=settings.encoder_only,
     )
 
     shards = settings.n_shards

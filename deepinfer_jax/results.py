@@ -31,7 +31,7 @@ class StepRecord:
 
     number: int
     assembled: Assembled
-    sampled: InFlight
+    stepped: InFlight
     scores: InFlight | None = None
     windows: dict[int, tuple[int, InFlight]] = dataclasses.field(default_factory=dict)
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
@@ -104,7 +104,8 @@ class Results:
 
     def take(self, record: StepRecord) -> Any:
         """Read a step and act on it. Returns what it sampled."""
-        sampled = record.sampled.read()
+        stepped = record.stepped.read()
+        sampled = stepped.sampled
         scores = None if record.scores is None else record.scores.read()
         now = self._clock()
         if self._last_read is not None:
@@ -117,7 +118,7 @@ class Results:
             if sequence.finish_reason is not None:
                 self._metrics.wasted_rows.inc(entry.count)
                 continue
-            if entry.place is not None and not sampled.finite[entry.place]:
+            if not stepped.finite[entry.slot] or (entry.place is not None and not sampled.finite[entry.place]):
                 self.end(sequence, "error", error="the model's scores are not finite")
                 continue
             # One that gave way by recomputation begins anew, without a slot.
@@ -130,12 +131,13 @@ class Results:
                 sequence.handover.add([part.read() for part in handed.blocks], handed.count)
             if entry.place is not None:
                 self._accept(sequence, entry.place, sampled, now, handed)
+            elif handed is not None and handed.slot is not None:
+                self._complete(sequence, handed)
+                self.end(sequence, "handover")
             elif sequence.request.params.max_tokens == 0 and entry.start + entry.count == sequence.prompt_length:
                 self.end(sequence, "length")
             if sequence.slot is not None:
                 self._publish(sequence, record)
-                if entry.place is not None:
-                    self._traffic.confirm(sequence)
         return sampled
 
     def end(
@@ -193,9 +195,7 @@ class Results:
             self.end(sequence, "length", tokens=(token,), text=text, logprobs=logprobs)
         elif sequence.handover is not None:
             assert handed is not None
-            assert handed.slot is not None
-            blocks, meta = [part.read() for part in handed.blocks], describe(sequence, self._fingerprint)
-            sequence.handover.complete(blocks, handed.count, meta, handed.slot.read())
+            self._complete(sequence, handed)
             self.end(sequence, "handover", tokens=(token,), text=text, logprobs=logprobs)
         else:
             self._news.append(
@@ -209,10 +209,17 @@ class Results:
                 )
             )
 
+    def _complete(self, sequence: Sequence, handed: Handed) -> None:
+        """Give away what makes a state complete."""
+        assert sequence.handover is not None
+        assert handed.slot is not None
+        blocks, meta = [part.read() for part in handed.blocks], describe(sequence, self._fingerprint)
+        sequence.handover.complete(blocks, handed.count, meta, handed.slot.read())
+
     def _handed(self, entry: Entry) -> Handed:
         """Begin to read the blocks that a step completes, and at the last token everything else."""
         sequence, stop = entry.sequence, entry.start + entry.count
-        paged, last = max(stop, sequence.restart.held), stop == len(sequence.tokens)
+        paged, last = max(stop, sequence.restart.held), entry.place is not None or stop == sequence.cut
         full = self._books.blocks_for(paged) if last else paged // self._books.block_tokens
         blocks = sequence.blocks[sequence.handed : full]
         sequence.handed = max(sequence.handed, full)
@@ -231,7 +238,7 @@ class Results:
         sequence.last_token = now
 
     def _publish(self, sequence: Sequence, record: StepRecord) -> None:
-        self._traffic.hold(sequence, self._books.publish(sequence))
+        self._traffic.save(sequence.shard, self._books.publish(sequence))
         boundary, windows = record.windows.get(sequence.id, (0, None))
         count = boundary // self._books.block_tokens
         if windows is not None and len(sequence.keys) >= count:

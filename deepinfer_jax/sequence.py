@@ -39,7 +39,8 @@ class Sequence:
         finish_reason: why it ended; None while it goes on.
         last_token: when its last token came.
         suspended: its state while it is off the device: ``Leaving``, a ``Snapshot``, or an ``Arrival``.
-        handover: where its state goes; it ends with its first token then.
+        handover: where its state goes; it ends with its first token then, or behind ``cut`` tokens.
+        cut: tokens that are run here; the others run where the state goes. None for all.
         handed: blocks that are on their way there.
         prompt_scores, scores_given: log-probabilities of prompt tokens by position, and whether the caller has them.
     """
@@ -76,6 +77,7 @@ class Sequence:
     last_token: float | None = None
     suspended: Any = None
     handover: Handover | None = None
+    cut: int | None = None
     handed: int = 0
     prompt_scores: dict[int, Logprob] = dataclasses.field(default_factory=dict)
     scores_given: bool = False
@@ -89,6 +91,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens, with the one on its way."""
         return len(self.tokens) + self.on_way
+
+    @property
+    def stop(self) -> int:
+        """Tokens that are run here as far as is known, with the one on its way."""
+        return self.length if self.cut is None else self.cut
 
     @property
     def generated(self) -> int:
@@ -106,6 +113,8 @@ class Sequence:
         """Whether it has rows to run: not when the token on its way is its last by count."""
         if self.finish_reason is not None or self.slot is None:
             return False
+        if self.cut is not None:
+            return self.computed < self.cut
         return self.generated < self.limit or self.computed < self.prompt_length
 
     def image_rows(self, start: int, stop: int) -> tuple[np.ndarray | None, np.ndarray | None]:

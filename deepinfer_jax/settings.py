@@ -31,6 +31,7 @@ class EngineSettings:
         deterministic: results depend on nothing but the request; slower, see ``docs/engine.md``.
         max_waiting: requests that may wait; more are refused.
         window_checkpoints: how many block boundaries keep their windows for exact hits.
+        encoder_only: the engine has the encoder side of a model alone, and serves requests that hand over.
         n_shards: shards over which requests are spread.
         most_logprobs: likeliest tokens that can be asked for.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
@@ -53,6 +54,7 @@ class EngineSettings:
     deterministic: bool = False
     max_waiting: int = 1024
     window_checkpoints: int = 8
+    encoder_only: bool = False
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
     preemption: str = "auto"
@@ -70,6 +72,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, value, "1 or more")
+        if self.encoder_only and self.replay.decoder != "compact":
+            raise ConfigError("encoder_only", True, "False unless replay.decoder is compact")
         if self.preemption not in PREEMPTION_WAYS:
             raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
         for name in ("window_checkpoints", "store_patience", "store_queue", "max_drafts"):
@@ -97,8 +101,11 @@ class EngineSettings:
     def shapes(self) -> tuple[StepShape, ...]:
         """The ladder of step shapes: decode steps, then steps with prefill tiles beside all decode rows.
 
-        With compact decoder replay a prefill step exists without kept tiles, with one, and with all of them.
+        With compact decoder replay a prefill step exists without kept tiles, with one, and with all of them; without
+        decoder layers only the first of these.
         """
+        if self.encoder_only:
+            return tuple(StepShape(0, tiles, self.rows_per_tile, 0) for tiles in self.prefill_tiles)
         most = self.decode_rows[-1]
         ladder = [StepShape(rows, 0, 0, self._kept(0)) for rows in self.decode_rows]
         for tiles in self.prefill_tiles:

@@ -109,7 +109,7 @@ def _functions(
             exchange=exchange,
         )
         placed = state_specs(state, layout)
-        return over(run, (specs, placed, rows, rows), (placed, rows, rows))(params, state, step, previous)
+        return over(run, (specs, placed, rows, rows), (placed, rows, rows, rows))(params, state, step, previous)
 
     def sample(params: Model, hidden: Array, choices: Choices, counts: Counts) -> tuple[Sampled, Counts, Array]:
         run = functools.partial(sample_step, places=settings.places, head=head, most=most, deterministic=deterministic)

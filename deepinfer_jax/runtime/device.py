@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.cache.state import State
@@ -26,8 +27,8 @@ from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
 from deepinfer_jax.runtime.choices import ChoiceTable
 from deepinfer_jax.runtime.compiles import CompileCounter
 from deepinfer_jax.runtime.inflight import InFlight
-from deepinfer_jax.runtime.sampler import Choices, Counts
-from deepinfer_jax.runtime.step import StepInput, forward_step, sample_step, score_step
+from deepinfer_jax.runtime.sampler import Choices, Counts, Sampled
+from deepinfer_jax.runtime.step import StepInput, encode_step, forward_step, no_logits, sample_step, score_step
 from deepinfer_jax.runtime.transfer import BLOCKS_AT_ONCE, UNUSED, BlockPlanes, SlotPlanes, Transfer, batches
 
 _TIMED_RUNS = 3
@@ -48,7 +49,8 @@ class StepSettings:
 
     ``most``: likeliest tokens that can be reported. ``places``: tokens that any step of a shard can sample. ``scored``:
     rows of a shard that any step can score. ``narrowed``: decoder layers see less than everything (decoder replay).
-    ``embedded``: width of image embeddings of prefill rows, 0 where none are taken.
+    ``embedded``: width of image embeddings of prefill rows, 0 where none are taken. ``encoder_only``: there are no
+    decoder layers.
     """
 
     deterministic: bool
@@ -57,6 +59,7 @@ class StepSettings:
     scored: int
     narrowed: bool
     embedded: int = 0
+    encoder_only: bool = False
 
     def samples(self, shape: StepShape) -> int:
         """Tokens that a step of this shape samples, unused ones included.
@@ -73,6 +76,12 @@ class StepSettings:
 def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSettings) -> StepFunctions:
     """The step on a single device."""
     most, deterministic = settings.most, settings.deterministic
+    if settings.encoder_only:
+        return StepFunctions(
+            forward=functools.partial(encode_step, config=config, numerics=numerics, deterministic=deterministic),
+            sample=functools.partial(sample_step, places=settings.places, most=most, head=no_logits),
+            score=functools.partial(score_step, most=most, head=no_logits),
+        )
     return StepFunctions(
         forward=functools.partial(
             forward_step,
@@ -84,6 +93,14 @@ def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSetti
         sample=functools.partial(sample_step, places=settings.places, most=most, deterministic=deterministic),
         score=functools.partial(score_step, most=most, deterministic=deterministic),
     )
+
+
+@struct.dataclass
+class Stepped:
+    """What comes of a step: its samples, and of every slot of all shards whether its rows are finite, bool."""
+
+    sampled: Sampled
+    finite: Any
 
 
 class Device:
@@ -166,16 +183,18 @@ class Device:
         self.new_compiles()
 
     def dispatch(self, shape: StepShape, step: StepInput, choices: Choices) -> InFlight:
-        """Run a step behind everything dispatched so far; gives the ``Sampled`` of all shards.
+        """Run a step behind everything dispatched so far; gives the ``Stepped`` of all shards.
 
         The arrays are copied: the device may alias what it is given, and reads it later.
         """
         step, choices = jax.tree.map(np.array, (step, choices))
-        self._state, hidden, self._hidden = self._forward[shape](self._params, self._state, step, self._previous)
+        self._state, hidden, self._hidden, finite = self._forward[shape](
+            self._params, self._state, step, self._previous
+        )
         sampled, self._counts, self._previous = self._sample[self.settings.samples(shape)](
             self._params, hidden, choices, self._counts
         )
-        return InFlight(sampled)
+        return InFlight(Stepped(sampled, finite))
 
     def score(self, shape: StepShape, targets: np.ndarray) -> InFlight:
         """Log-probabilities of ``targets`` behind the kept rows of the step dispatched last."""
@@ -236,7 +255,7 @@ class Device:
         arguments = (self._params, self._state, step, self._previous)
         forward = jax.jit(self._functions.forward, donate_argnums=1).lower(*arguments).compile()
         self._forward[shape] = forward
-        self._state, hidden, rows = forward(*arguments)
+        self._state, hidden, rows, _ = forward(*arguments)
         samples, scored = self.settings.samples(shape), self.settings.rows(shape)
         if samples not in self._sample:
             sampling = (self._params, hidden, choices, self._counts)

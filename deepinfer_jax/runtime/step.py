@@ -34,11 +34,15 @@ DETERMINISTIC_ROWS = 8
 
 @struct.dataclass
 class Advanced:
-    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps."""
+    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps.
+
+    ``finite``: of all rows, whether what the last layers get is.
+    """
 
     state: State
     hidden: Float[Array, "rows hidden"]
     draft_taps: Float[Array, "targets rows hidden"]
+    finite: Bool[Array, " all_rows"]
 
 
 def advance(
@@ -93,10 +97,14 @@ def forward_step(
     scored: int = 0,
     deterministic: bool = False,
     exchange: Exchange = LOCAL,
-) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"]]:
-    """First half of a step: the rows' state, the hidden states to sample behind, and those of all kept rows.
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+    """First half of a step.
 
-    ``previous`` are the tokens that the step before sampled. The last result is filled up to ``scored`` rows.
+    ``previous`` are the tokens that the step before sampled.
+
+    Returns:
+      The rows' state, the hidden states to sample behind, those of all kept rows, filled up to ``scored`` rows, and of
+      every slot whether its rows are finite.
     """
     rows = step.batch.to_rows(previous)
     kept = step.batch.to_kept(rows)
@@ -109,7 +117,42 @@ def forward_step(
         advanced.state,
         advanced.hidden[jnp.asarray(step.samples)],
         jnp.pad(advanced.hidden, ((0, missing), (0, 0))),
+        _by_slot(advanced.finite, rows, step.block_tables.shape[0]),
     )
+
+
+def encode_step(
+    params: Model,
+    state: State,
+    step: StepInput,
+    previous: Int[Array, " sampled"],
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    deterministic: bool = False,
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+    """As :func:`forward_step` for a model's encoder side: no row goes further, and no hidden state means anything."""
+    rows = step.batch.to_rows(previous)
+    tables = jnp.asarray(step.block_tables)
+    if deterministic:
+        state, finite = _encode_in_tiles(params, state, rows, tables, config, numerics)
+    else:
+        source, finite = encode(params, rows, PagedSource(state, tables), config, numerics)
+        assert isinstance(source, PagedSource)
+        state = source.state
+    nothing = jnp.zeros((step.samples.shape[0], config.hidden_size), numerics.dtype)
+    return state, nothing, nothing, _by_slot(finite, rows, tables.shape[0])
+
+
+def no_logits(params: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocabulary"]:
+    """In place of the output head where there is none."""
+    return jnp.zeros((hidden.shape[0], params.embedding.shape[0]))
+
+
+def _by_slot(finite: Bool[Array, " rows"], rows: Rows, slots: int) -> Bool[Array, " slots"]:
+    """Whether all rows of each slot are finite."""
+    failed = rows.valid & ~finite
+    return ~jnp.zeros(slots, bool).at[jnp.where(failed, rows.slots, slots)].set(True, mode="drop")
 
 
 def sample_step(
@@ -217,7 +260,7 @@ def _advance(
         keys = context_keys(params.draft, output.draft_taps, ends, config, numerics)
         source = store_context(keys, ends, source, config)
     assert isinstance(source, PagedSource)
-    return Advanced(source.state, output.hidden, output.draft_taps)
+    return Advanced(source.state, output.hidden, output.draft_taps, output.finite)
 
 
 def _advance_in_tiles(
@@ -243,35 +286,71 @@ def _advance_in_tiles(
         start = tile * DETERMINISTIC_ROWS
         part = _tile_rows(padded, start)
 
-        def through(state: State) -> tuple[State, Array, Array]:
+        def through(state: State) -> tuple[State, Array, Array, Array]:
             ends = None if keeping is None else keeping.tile(part, start)
             done = _advance(params, state, part, ends, block_tables, config, numerics, exchange)
-            return done.state, done.hidden, done.draft_taps
+            return done.state, done.hidden, done.draft_taps, done.finite
 
-        def encoder_only(state: State) -> tuple[State, Array, Array]:
-            source = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
+        def encoder_only(state: State) -> tuple[State, Array, Array, Array]:
+            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
             assert isinstance(source, PagedSource)
             nothing = jnp.zeros((DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype)
-            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype)
+            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype), finite
 
         if keeping is None:
-            state, hidden, draft_taps = through(carry.state)
+            state, hidden, draft_taps, finite = through(carry.state)
         else:
-            state, hidden, draft_taps = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
+            state, hidden, draft_taps, finite = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
         return Advanced(
             state=state,
             hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, hidden, start, 0),
             draft_taps=jax.lax.dynamic_update_slice_in_dim(carry.draft_taps, draft_taps, start, 1),
+            finite=jax.lax.dynamic_update_slice_in_dim(carry.finite, finite, start, 0),
         )
 
     initial = Advanced(
         state=state,
         hidden=jnp.zeros((tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
         draft_taps=jnp.zeros((targets, tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
+        finite=jnp.ones(tiles * DETERMINISTIC_ROWS, bool),
     )
     done = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
     ends = jnp.arange(count) if kept is None else jnp.maximum(kept.index, 0)
-    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends])
+    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends], done.finite[:count])
+
+
+def _encode_in_tiles(
+    params: Model,
+    state: State,
+    rows: Rows,
+    block_tables: Int[Array, "slots blocks"],
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[State, Bool[Array, " rows"]]:
+    """As :func:`_advance_in_tiles` where no row goes through the decoder layers."""
+    count = rows.tokens.shape[0]
+    tiles = max(2, -(-count // DETERMINISTIC_ROWS))
+    padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
+    used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
+
+    def one_tile(tile: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        start = tile * DETERMINISTIC_ROWS
+        part = _tile_rows(padded, start)
+
+        def encoder_only(state: State) -> tuple[State, Array]:
+            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics)
+            assert isinstance(source, PagedSource)
+            return source.state, finite
+
+        # A branch here as in the whole model, where it is a choice: the compiler rounds otherwise without one.
+        state, finite = jax.lax.cond(
+            jnp.any(part.valid), encoder_only, lambda state: (state, jnp.ones(DETERMINISTIC_ROWS, bool)), carry[0]
+        )
+        return state, jax.lax.dynamic_update_slice_in_dim(carry[1], finite, start, 0)
+
+    initial = (state, jnp.ones(tiles * DETERMINISTIC_ROWS, bool))
+    state, finite = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
+    return state, finite[:count]
 
 
 @struct.dataclass

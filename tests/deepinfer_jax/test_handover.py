@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.cache.snapshot import META
@@ -17,7 +17,7 @@ from deepinfer_jax.errors import InputError, SnapshotError
 from deepinfer_jax.handover import Handover
 from deepinfer_jax.request import Request, SamplingParams
 from tests.deepinfer_jax.test_engine_machine import FIELDS, alone, stream
-from tests.running_engines import Answer, fresh_engine, gather, receiver, run
+from tests.running_engines import KEEP, Answer, built, encoder, fresh_engine, gather, receiver, run
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
 CELLS = [("f32", "off"), ("f32", "compact"), ("f32q", "compact"), ("bf16", "off")]
@@ -26,10 +26,11 @@ LENGTHS = st.integers(1, 70)
 DRAWN = st.fixed_dictionaries({name: FIELDS[name] for name in FIELDS if name not in ("n", "prompt_logprobs")})
 
 
-def prefill(engine, requests: list[Request]) -> list[tuple[Answer, Handover]]:
+def prefill(engine, requests: list[Request], **how) -> list[tuple[Answer, Handover]]:
     """All requests at once, up to their first token; pages are read as they come."""
     handovers = [Handover(engine.receiver.form) for _ in requests]
-    numbers = [engine.submit(request, handover=handover) for request, handover in zip(requests, handovers, strict=True)]
+    pairs = list(zip(requests, handovers, strict=True))
+    numbers = [engine.submit(request, handover=handover, **how) for request, handover in pairs]
     answers: dict = {}
     early: list[dict] = [{} for _ in requests]
     while engine.busy:
@@ -69,7 +70,7 @@ def is_empty(engine) -> bool:
 
 
 @pytest.mark.parametrize(("numerics", "decoder"), CELLS)
-@settings(max_examples=8)
+@settings(max_examples=8, phases=[Phase.generate])
 @given(
     drawn=st.lists(st.tuples(st.integers(0, 2), LENGTHS, DRAWN), min_size=1, max_size=6),
     way=st.sampled_from(["snapshot", "recompute"]),
@@ -89,6 +90,62 @@ def test_two_engines_answer_like_one(numerics: str, decoder: str, drawn: list, w
         assert answer.logprobs == wanted.logprobs
         assert answer.last.finish_reason == wanted.last.finish_reason
     assert other.metrics.value("recompiles_total") == 0
+
+
+@pytest.mark.parametrize(("numerics", "half"), [("f32", True), ("f32", False), ("f32q", True)])
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(KEEP + 1, 70), DRAWN), min_size=1, max_size=5),
+    way=st.sampled_from(["snapshot", "recompute"]),
+)
+def test_an_encoder_and_an_engine_answer_like_one_engine(numerics: str, half: bool, drawn: list, way: str) -> None:
+    """Rows that decoder layers do not keep run elsewhere, with or without the weights of those layers."""
+    requests = [Request(stream(seed)[:length], SamplingParams(**fields)) for seed, length, fields in drawn]
+    requests = [request for request in requests if request.params.max_tokens]
+    expected = [alone(numerics, "compact", request)[0] for request in requests]
+    sender = fresh_engine(numerics, "compact", build=encoder if half else built, preemption=way)
+    begun = prefill(sender, requests, encoder_only=True)
+    assert is_empty(sender)
+    assert all(handover.meta.computed == handover.meta.prompt_length - KEEP for _, handover in begun)
+    other = fresh_engine(numerics, "compact", build=receiver)
+    for answer, wanted in zip(decode(other, requests, begun), expected, strict=True):
+        assert answer.tokens == wanted.tokens
+        assert answer.logprobs == wanted.logprobs
+        assert answer.last.finish_reason == wanted.last.finish_reason
+    assert is_empty(other)
+    assert sender.metrics.value("recompiles_total") == other.metrics.value("recompiles_total") == 0
+
+
+def test_an_encoder_continues_prefix_hits_of_its_own() -> None:
+    sender = fresh_engine("f32", "compact", build=encoder)
+    requests = [Request((*stream(0)[:49], *stream(more)[:21]), GREEDY) for more in (5, 6)]
+    expected = [alone("f32", "compact", request)[0] for request in requests]
+    for request, wanted in zip(requests, expected, strict=True):
+        begun = prefill(sender, [request], encoder_only=True)
+        (answer,) = decode(fresh_engine("f32", "compact", build=receiver), [request], begun)
+        assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+    # Whole blocks of the 50 tokens that are run here.
+    assert begun[0][0].last.receipt.hit_tokens == 48
+
+
+def test_encoders_refuse_what_they_cannot_do() -> None:
+    engine = fresh_engine("f32", "compact", build=encoder)
+    form = engine.receiver.form
+    for request, how in (
+        (Request(stream(0)[:40], GREEDY), {}),
+        (Request(stream(0)[:40], GREEDY), {"handover": Handover(form)}),
+        (Request(stream(0)[:40], GREEDY), {"encoder_only": True}),
+        (Request(stream(0)[:KEEP], GREEDY), {"handover": Handover(form), "encoder_only": True}),
+        (
+            Request(stream(0)[:40], dataclasses.replace(GREEDY, prompt_logprobs=1)),
+            {"handover": Handover(form), "encoder_only": True},
+        ),
+    ):
+        with pytest.raises(InputError):
+            engine.submit(request, **how)
+    with pytest.raises(InputError, match="encoder_only"):
+        fresh_engine("f32").submit(Request(stream(0)[:40], GREEDY), handover=Handover(form), encoder_only=True)
+    assert not engine.busy
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
