@@ -19,6 +19,7 @@ from examples.train_tiny.draft_report import Survey
 from examples.train_tiny.drafting import train_draft_head
 from examples.train_tiny.figures import FIGURES_FILE, LENGTH, measure
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
+from examples.train_tiny.own_text import DraftWindows, own_text
 from examples.train_tiny.preparation import Prepared, prepare
 from examples.train_tiny.publish import publish
 from examples.train_tiny.storage import as_stored
@@ -31,10 +32,17 @@ SURVEY = Survey()
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", type=click.IntRange(min=10), default=2600, show_default=True, help="Backbone steps.")
-@click.option("--draft-steps", type=click.IntRange(min=10), default=2500, show_default=True, help="Draft head steps.")
+@click.option("--draft-steps", type=click.IntRange(min=10), default=2200, show_default=True, help="Draft head steps.")
+@click.option(
+    "--prompts",
+    type=click.IntRange(min=16),
+    default=10240,
+    show_default=True,
+    help="Prompts of training text that the backbone continues for the draft head.",
+)
 @click.option("--batch", type=click.IntRange(min=2), default=2, show_default=True, help="Windows of 1,024 a step.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -> None:
+def main(directory: Path, steps: int, draft_steps: int, prompts: int, batch: int, seed: int) -> None:
     """Train the small model in DIRECTORY: text, backbone, draft head, checkpoint, figures.
 
     What is finished is not done again: the same command goes on where a run was stopped, at most 100 steps before.
@@ -46,7 +54,7 @@ def main(directory: Path, steps: int, draft_steps: int, batch: int, seed: int) -
     head = train_draft_head(
         backbone,
         prepared.config,
-        curriculum(prepared, 0, draft_steps // 2, seed + 1),
+        draft_windows(prepared, backbone, directory, draft_steps, prompts, seed + 1),
         schedule(draft_steps, batch, seed + 1),
         directory / "draft",
         Reporter("draft head", draft_steps),
@@ -96,6 +104,22 @@ def curriculum(prepared: Prepared, long_from: int, chat_from: int, seed: int) ->
     """Short windows of text, long ones from a step on, and chats beside them from another."""
     text, chat = (Windows.of(documents, LENGTH, seed) for documents in (prepared.training, prepared.chats))
     return Curriculum(Windows.of(prepared.training, SHORT_LENGTH, seed), text, chat, long_from, chat_from)
+
+
+def draft_windows(
+    prepared: Prepared, backbone: Model, directory: Path, steps: int, prompts: int, seed: int
+) -> DraftWindows:
+    """Text, then text and chats and what the backbone itself says."""
+    own = own_text(
+        backbone,
+        prepared.config,
+        prepared.training,
+        prompts,
+        directory,
+        seed,
+        lambda done: say(f"continuations of training text: {done}/{prompts}"),
+    )
+    return DraftWindows(curriculum(prepared, 0, steps // 2, seed), own, steps // 2, seed)
 
 
 class Reporter:

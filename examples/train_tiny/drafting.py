@@ -17,21 +17,21 @@ from deepinfer_jax.model.draft import DraftHead, Drafts, chain_drafts, context_k
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.transformer import Model, Output, logits
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.batches import Batches
 from examples.train_tiny.losses import DENSE, empty_source, run_windows
 from examples.train_tiny.optimisation import Figures, Progress, Schedule, first_progress, muon_and_adam, train
+from examples.train_tiny.own_text import DraftWindows
 from examples.train_tiny.storage import as_stored
 
-ANCHORS = 256  # places in a window where a block is drafted
-PLACE_DECAY = 0.8  # a later draft counts only if all before it were accepted
-SHARP = 0.5  # how much of the target is the backbone's likeliest token, rather than its distribution
+ANCHORS = 256  # places in a window of text where a block is drafted; as many a step in windows of own text
+PLACE_DECAY = 0.6  # a later draft counts only if all before it were accepted
+SHARP = 0.8  # how much of the target is the backbone's likeliest token, rather than its distribution
 CONFIDENCE_WEIGHT = 0.2
 
 
 def train_draft_head(
     backbone: Model,
     config: ModelConfig,
-    batches: Batches,
+    batches: DraftWindows,
     schedule: Schedule,
     directory: Path,
     report: Callable[[dict[str, float]], None] = lambda line: None,
@@ -40,9 +40,10 @@ def train_draft_head(
     optimiser = _optimiser(config, schedule)
 
     def step(progress: Progress, number: int) -> tuple[Progress, Figures]:
-        windows = batches.batch(number, schedule.batch)
+        windows, first = batches.batch(number, schedule.batch)
         random = np.random.default_rng((schedule.seed, number))
-        places = random.integers(0, last_anchor(windows, config) + 1, (schedule.batch, ANCHORS), dtype=np.int32)
+        shape = len(windows), schedule.batch * ANCHORS // len(windows)
+        places = random.integers(first, last_anchor(windows, config) + 1, shape, dtype=np.int32)
         return update(
             progress,
             backbone,
