@@ -12,9 +12,8 @@ from jaxtyping import Int32
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.acceptance import is_loop
 from examples.train_tiny.batches import Batches, Tokens
-from examples.train_tiny.continuations import continue_prompts, draw_prompts
+from examples.train_tiny.continuations import continue_prompts, draw_prompts, is_loop
 
 OWN_TEXT_FILE = "own_text.npy"
 CONTEXT = 128  # tokens of a prompt

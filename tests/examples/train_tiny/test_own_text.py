@@ -1,4 +1,4 @@
-"""Own text: greedy continuations of training text without loops, and when the draft head trains on them. Numerics f32."""
+"""Own text: greedy continuations of training text without loops, and when drafts train on them. Numerics f32."""
 
 import jax
 import numpy as np
@@ -9,9 +9,8 @@ from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
 from examples.train_tiny import own_text as module
-from examples.train_tiny.acceptance import is_loop
 from examples.train_tiny.batches import Windows
-from examples.train_tiny.continuations import continue_prompts
+from examples.train_tiny.continuations import continue_prompts, is_loop
 from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, DraftWindows, own_text
 from tests.engines import tiny_drafting_configuration
 
