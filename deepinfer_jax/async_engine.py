@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.engine import Engine
+from deepinfer_jax.handover import Handover
 from deepinfer_jax.request import Output, Request
 
 _Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Output | BaseException]"]
@@ -46,8 +49,22 @@ class AsyncEngine:
         self._wake.set()
         self._thread.join()
 
-    async def stream(self, request: Request) -> AsyncIterator[Output]:
+    @property
+    def receiver(self) -> Receiver:
+        """Opens snapshots for this engine, in any thread."""
+        return self._engine.receiver
+
+    async def stream(
+        self,
+        request: Request,
+        *,
+        arrival: Arrival | None = None,
+        handover: Handover | None = None,
+        encoder_only: bool = False,
+    ) -> AsyncIterator[Output]:
         """News of a request as they come, of all branches. Leaving the stream early aborts the request.
+
+        Arguments are those of :meth:`deepinfer_jax.engine.Engine.submit`.
 
         Raises:
           InputError: the request cannot be served.
@@ -57,7 +74,10 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Output | BaseException] = asyncio.Queue()
         submitted: asyncio.Future[int] = loop.create_future()
-        self._order(lambda: self._submit(request, (loop, queue), submitted))
+        submit = functools.partial(
+            self._engine.submit, request, arrival=arrival, handover=handover, encoder_only=encoder_only
+        )
+        self._order(lambda: self._submit(submit, request.params.n, (loop, queue), submitted))
         open_branches = request.params.n
         try:
             await asyncio.shield(submitted)
@@ -85,14 +105,16 @@ class AsyncEngine:
         self._orders.append(order)
         self._wake.set()
 
-    def _submit(self, request: Request, stream: _Stream, submitted: asyncio.Future[int]) -> None:
+    def _submit(
+        self, submit: Callable[[], int], branches: int, stream: _Stream, submitted: asyncio.Future[int]
+    ) -> None:
         loop, _ = stream
         try:
-            number = self._engine.submit(request)
+            number = submit()
         except Exception as error:
             _call(loop, _fail, submitted, error)
             return
-        self._streams[number] = (stream, set(range(request.params.n)))
+        self._streams[number] = (stream, set(range(branches)))
         _call(loop, _succeed, submitted, number)
 
     def _run(self) -> None:
