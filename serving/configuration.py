@@ -91,6 +91,7 @@ class GatewaySection:
     Attributes:
         workers: HOST:PORT or unix:PATH of every worker, or dns:NAME:PORT for all addresses that a name has. What a
             worker does it says itself. Role all needs none.
+        fingerprint: that workers must have; empty takes that of the first one that is found.
         prefill: what prefill workers compute of a prompt. full: all of it. encoder_only: the encoder layers of all but
             the last tokens, the rest on the decode worker; needs engine.replay.decoder compact everywhere. none: decode
             workers compute prompts themselves.
@@ -106,6 +107,7 @@ class GatewaySection:
     """
 
     workers: tuple[str, ...] = ()
+    fingerprint: str = ""
     prefill: str = "full"
     prefill_fallback: bool = True
     max_requests: int = 1024
