@@ -6,7 +6,7 @@ import asyncio
 import collections
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from deepinfer_jax.engine import Engine
@@ -69,7 +69,7 @@ class AsyncEngine:
 
     async def stream(
         self, request: Request, submitted_as: Callable[[int], None] = lambda number: None
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """News of a request as they come, of all branches. Leaving the stream early aborts the request.
 
         Args:
@@ -102,11 +102,14 @@ class AsyncEngine:
                 # The engine may learn of the request after the caller has gone.
                 submitted.add_done_callback(self._abort_submitted)
 
+    def abort(self, number: int) -> None:
+        """End a request between two steps, with last news to its stream; one that has ended stays as it is."""
+        with contextlib.suppress(EngineClosedError):
+            self._order(lambda: self._engine.abort(number), lambda error: None)
+
     def _abort_submitted(self, submitted: asyncio.Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
-            number = submitted.result()
-            with contextlib.suppress(EngineClosedError):
-                self._order(lambda: self._engine.abort(number), lambda error: None)
+            self.abort(submitted.result())
 
     def _order(self, order: Callable[[], None], refuse: Callable[[BaseException], None]) -> None:
         """Have something done between two steps; ``refuse`` is called instead if the engine ends before."""
