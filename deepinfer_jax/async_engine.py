@@ -7,7 +7,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from deepinfer_jax.arrival import Arrival, Receiver
@@ -83,7 +83,7 @@ class AsyncEngine:
         arrival: Arrival | None = None,
         handover: Handover | None = None,
         encoder_only: bool = False,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """News of a request as they come, of all branches. Leaving the stream early aborts the request.
 
         Args:
@@ -120,11 +120,14 @@ class AsyncEngine:
                 # The engine may learn of the request after the caller has gone.
                 submitted.add_done_callback(self._abort_submitted)
 
+    def abort(self, number: int) -> None:
+        """End a request between two steps, with last news to its stream; one that has ended stays as it is."""
+        with contextlib.suppress(EngineClosedError):
+            self._order(lambda: self._engine.abort(number), lambda error: None)
+
     def _abort_submitted(self, submitted: asyncio.Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
-            number = submitted.result()
-            with contextlib.suppress(EngineClosedError):
-                self._order(lambda: self._engine.abort(number), lambda error: None)
+            self.abort(submitted.result())
 
     def _order(self, order: Callable[[], None], refuse: Callable[[BaseException], None]) -> None:
         """Have something done between two steps; ``refuse`` is called instead if the engine ends before."""
