@@ -176,6 +176,7 @@ class Results:
 
     def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float, handed: Handed | None) -> None:
         token, params = int(sampled.tokens[place]), sequence.request.params
+        first = sequence.last_token is None
         self._time(sequence, now)
         if token in sequence.ends:
             self.end(sequence, "stop", matched=token)
@@ -206,6 +207,7 @@ class Results:
                     text,
                     logprobs,
                     self._prompt_logprobs(sequence),
+                    receipt=sequence.receipt(self._fingerprint.hex()) if first else None,
                 )
             )
 
