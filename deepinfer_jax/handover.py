@@ -21,7 +21,7 @@ class Handover:
         """``changed`` is called on the engine's thread whenever there is more to read, or an end."""
         self.form = form
         self._changed, self._lock = changed, threading.Lock()
-        self._blocks: list[tuple[Any, int]] = []
+        self._blocks: list[tuple[Any, int] | None] = []
         self._end: tuple[SnapshotMeta, Any] | None = None
         self._failure: str | None = None
 
@@ -57,7 +57,9 @@ class Handover:
     @property
     def ready(self) -> int:
         """Blocks whose pages can be read."""
-        return len(self._blocks)
+        # The last ones, which need not be full, must not be seen before ``meta``, which says so.
+        with self._lock:
+            return len(self._blocks)
 
     @property
     def meta(self) -> SnapshotMeta | None:
@@ -73,10 +75,17 @@ class Handover:
         """The page sections of the blocks ``first`` up to ``stop``, which are ready."""
         meta, packed = self.meta, dict[str, bytes]()
         for block in range(first, stop):
-            planes, place = self._blocks[block]
+            content = self._blocks[block]
+            assert content is not None
+            planes, place = content
             paged = (block + 1) * self.form.layout.block_tokens if meta is None else meta.paged
             packed |= pack_blocks(paged, block, _block(planes, place), self.form)
         return packed
+
+    def forget(self, first: int, stop: int) -> None:
+        """Let the blocks ``first`` up to ``stop`` go, whose pages are not read again."""
+        with self._lock:
+            self._blocks[first:stop] = [None] * (stop - first)
 
     def rest(self) -> dict[str, bytes]:
         """The other sections, ``meta`` among them; complete ones only."""
