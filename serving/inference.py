@@ -113,9 +113,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Refuse what the protocol has and this service has not."""
         if asked.kv is not None:
             raise bad_field("kv", "present", "absent, as this server computes prompts itself", "NOT_SUPPORTED")
-        if asked.answer:
-            accepted = f"{len(asked.prompt) + len(asked.answer)}, as this server goes on with nobody's answer"
-            raise bad_field("prompt_len", len(asked.prompt), accepted, "NOT_SUPPORTED")
         if not asked.write_cache:
             raise bad_field("cache.write", False, "true, as this server keeps all blocks", "NOT_SUPPORTED")
         if asked.replay == "exact" and self._info.replay_mode == types_pb2.REPLAY_MODE_BOUNDED:
@@ -128,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self._engine.abort(number)
 
         box, writer = NewsBox(self._unread), AnswerWriter()
-        answer = AnswerEvents(len(asked.prompt), request_id, self._info.worker)
+        answer = AnswerEvents(len(asked.prompt), request_id, self._info.worker, answered=len(asked.answer))
         news = self._engine.stream(asked.engine_request(call.remaining), submitted_as)
         # It fills the box whether the reader reads or not, so that waiting for one never delays the engine's news.
         filling = asyncio.create_task(box.fill(news))
