@@ -117,6 +117,8 @@ class Transcript:
             seed = self._call.params.seed
             assert seed is not None
             last = empty_receipt(branch_seed(seed, self._call.branch), fingerprint)
+        # One that ends before it is under way has a beginning all the same.
+        await self.start(0, last.worker, fingerprint)
         decode = self._last - self._first if self.fresh else None
         receipt = join_receipts(last, prefill, failovers=failovers, decode=decode, total=self.seconds)
         finished = dataclasses.replace(end, completion_tokens=len(self.tokens), receipt=receipt)
