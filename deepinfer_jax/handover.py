@@ -87,6 +87,12 @@ class Handover:
         with self._lock:
             self._blocks[first:stop] = [None] * (stop - first)
 
+    def forget_rest(self) -> None:
+        """Let everything else go but ``meta``; it is complete, and not read again."""
+        with self._lock:
+            assert self._end is not None
+            self._end = self._end[0], None
+
     def rest(self) -> dict[str, bytes]:
         """The other sections, ``meta`` among them; complete ones only."""
         assert self._end is not None
