@@ -16,12 +16,19 @@ class AnswerEvents:
     """Makes the events of one branch from its news, however many come at a time."""
 
     def __init__(
-        self, prompt_tokens: int, request_id: str, worker: str, clock: Callable[[], float] = time.monotonic
+        self,
+        prompt_tokens: int,
+        request_id: str,
+        worker: str,
+        *,
+        answered: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``answered``: tokens of the answer that came before, from another worker."""
         self._prompt_tokens, self._request_id, self._worker, self._clock = prompt_tokens, request_id, worker, clock
         self._arrival = clock()
         self._first: float | None = None
-        self._count = 0
+        self._count = answered
         self._started = False
         self.ended = False
 

@@ -59,4 +59,5 @@ class GenerateCall:
             deadline=deadline,
             salt=self.salt,
             read_cache=self.read_cache,
+            answer=self.answer,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,12 @@ from serving.channels import RetryPolicy, client_options
 from serving.kv_sections import StatePlan
 from serving.kv_transport import TransferProgress
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KV_PART_PAGES, KvEndpoint, KvHandle, KvRange
+from serving.proto.deepinfer.v1.prefill_pb2 import ReleaseKvRequest
+from serving.proto.deepinfer.v1.prefill_pb2_grpc import PrefillStub
 from serving.state_pulls import PullSettings, StatePulls
+
+_log = logging.getLogger("serving.kv")
+_RELEASE_SECONDS = 5.0
 
 # Without pools of their own the channels would share one connection. Delays between attempts to connect are below
 # those between streams, so that each of these is a new attempt.
@@ -66,6 +72,15 @@ class GrpcTransport:
         await StatePulls(self._form, self._settings, handle, plan, deadline, progress).meta(
             self._channels_to(endpoint)[0]
         )
+
+    async def release(self, handle: KvHandle) -> None:
+        """Give a state back where it is held. A holder that is gone, or cannot be reached, ends it by its lease."""
+        for endpoint in [endpoint for endpoint in handle.endpoints if self.reaches(endpoint)][:1]:
+            stub = PrefillStub(self._channels_to(endpoint)[0])
+            try:
+                await stub.ReleaseKv(ReleaseKvRequest(kv_id=handle.kv_id), timeout=_RELEASE_SECONDS)
+            except grpc.RpcError as error:
+                _log.info("a state was not given back: %s", error.code().name, extra={"kv_id": handle.kv_id})
 
     async def close(self) -> None:
         channels, self._channels = self._channels, {}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.cache.snapshot import snapshot_bytes
@@ -34,12 +33,11 @@ FULL, ENCODER_ONLY = types_pb2.PREFILL_MODE_FULL, types_pb2.PREFILL_MODE_ENCODER
 _NO_STATE = {"stop", "length"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One prompt that is computed: what was asked for, its state, and when it came."""
 
     asked: GenerateCall
-    mode: types_pb2.PrefillMode
+    mode: int
     kv_id: str
     state: HeldState
     arrival: float
@@ -115,7 +113,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """See the protocol."""
         return prefill_pb2.ReleaseKvResponse(released=self._leases.release(request.kv_id))
 
-    def _parse(self, request: prefill_pb2.PrefillRequest) -> tuple[GenerateCall, types_pb2.PrefillMode]:
+    def _parse(self, request: prefill_pb2.PrefillRequest) -> tuple[GenerateCall, int]:
         modes = [ENCODER_ONLY] if self._settings.encoder_only else [FULL]
         if self._settings.replay.decoder == "compact" and not self._settings.encoder_only:
             modes.append(ENCODER_ONLY)
@@ -171,7 +169,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 raise refusal("CALL_CANCELLED", f"the state was given up: {job.state.ended}")
             if not computing.done() and job.state.computed_tokens > told:
                 told = job.state.computed_tokens
-                progress = prefill_pb2.PrefillProgress(computed_tokens=told)
+                cached = job.state.handover.hit_tokens
+                progress = prefill_pb2.PrefillProgress(computed_tokens=told, cached_tokens=cached)
                 await call.write(prefill_pb2.PrefillEvent(progress=progress))
 
     async def _finish(self, job: _Job, last: Output, call: ServedCall) -> bool:
@@ -210,7 +209,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             fingerprint=self._form.fingerprint.hex(),
             bytes=size,
             pages=self._form.layout.blocks_for(plan.computed),
-            mode=job.mode,
+            mode=types_pb2.PrefillMode.Name(job.mode),
             computed_tokens=plan.computed,
             worker=self._info.worker,
         )
