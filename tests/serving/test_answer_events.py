@@ -71,9 +71,8 @@ def test_an_aborted_request_ends_as_cancelled():
     ("reason", "kind"), [("deadline", DeadlineError), ("error", ServerFaultError), ("unheard of", ServerFaultError)]
 )
 def test_other_ends_are_errors_behind_the_tokens_that_came(reason, kind):
-    made, seen = answer(), []
+    events = answer().events([news(5, first=True), news(finish_reason=reason, error="not finite")])
+    assert [next(events), next(events)] == [STARTED, Delta((5,))]
     with pytest.raises(kind) as caught:
-        for event in made.events([news(5, first=True), news(finish_reason=reason, error="not finite")]):
-            seen.append(event)
-    assert seen == [STARTED, Delta((5,))]
+        next(events)
     assert caught.value.reason == ("DEADLINE_PASSED" if reason == "deadline" else "ENGINE_FAULT")
