@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
@@ -39,7 +39,7 @@ class AsyncClient:
         self._channel = open_async_channel(target, retries or RetryPolicy(), credentials)
         self._stub = InferenceStub(self._channel)
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(

@@ -85,7 +85,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         return grpc.unary_unary_rpc_method_handler(self._guarded(handler.unary_unary, method, decode), None, encode)
 
     def _guarded(self, behaviour: Behaviour, method: str, decode: Callable[[bytes], Any]) -> Any:
-        async def guarded(content: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async def guarded(content: bytes, context: Any) -> Any:
             call = ServedCall.of(context, method, draining=self._draining)
             context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
             begin, error = time.monotonic(), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
@@ -54,7 +54,7 @@ class Client:
         self._channel = open_channel(target, retries or RetryPolicy(), credentials)
         self._stub = InferenceStub(self._channel)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(

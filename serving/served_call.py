@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
-
 from serving.errors import refusal
 
 REQUEST_ID = "x-request-id"
@@ -24,21 +22,21 @@ class ServedCall:
     """A call whose deadline and metadata were looked at.
 
     Attributes:
-        context: gRPC's own.
+        context: gRPC's own, which is no ``grpc.aio.ServicerContext`` but has its methods.
         method: full name, ``/deepinfer.v1.Inference/Generate``.
         request_id: the caller's, or one that was drawn here.
         traceparent: W3C trace context; empty where none came.
         draining: whether the server takes no new work.
     """
 
-    context: grpc.aio.ServicerContext
+    context: Any
     method: str
     request_id: str
     traceparent: str = ""
     draining: bool = False
 
     @classmethod
-    def of(cls, context: grpc.aio.ServicerContext, method: str, *, draining: bool = False) -> ServedCall:
+    def of(cls, context: Any, method: str, *, draining: bool = False) -> ServedCall:
         """The call of a context."""
         metadata: Mapping[str, Any] = dict(context.invocation_metadata() or ())
         request_id, traceparent = metadata.get(REQUEST_ID, ""), metadata.get(TRACEPARENT, "")
