@@ -128,7 +128,8 @@ class Results:
                 self._collect(entry, scores)
             handed = record.handed.get(sequence.id)
             if handed is not None and handed.slot is None and sequence.handover is not None:
-                sequence.handover.add([part.read() for part in handed.blocks], handed.count)
+                blocks = [part.read() for part in handed.blocks]
+                sequence.handover.add(blocks, handed.count, sequence.hit_tokens)
             if entry.place is not None:
                 self._accept(sequence, entry.place, sampled, now, handed)
             elif handed is not None and handed.slot is not None:

@@ -46,6 +46,11 @@ class PullReader:
             return None
         return KvPosition(section=self._planned[self._place].name, offset=self._filled)
 
+    @property
+    def due(self) -> PlannedSection | None:
+        """The section that the next byte belongs to; None behind all of them."""
+        return self._planned[self._place] if self._place < len(self._planned) else None
+
     def add(self, message: bytes) -> None:
         """Take the next chunk of the stream.
 

@@ -20,6 +20,7 @@ def model_info(
     stop_strings: bool,
     worker: str = "",
     role: str = "all",
+    kv_handles: bool = False,
 ) -> ModelInfo:
     """Describe an engine.
 
@@ -32,6 +33,7 @@ def model_info(
       stop_strings: whether the engine has a tokenizer.
       worker: name of the server.
       role: all, prefill, decode or gateway.
+      kv_handles: whether states of other workers are fetched.
     """
     config, settings = engine.config, engine.settings
     return ModelInfo(
@@ -50,6 +52,7 @@ def model_info(
         max_running=settings.n_shards * settings.slots,
         max_waiting=settings.max_waiting,
         stop_strings=stop_strings,
+        kv_handles=kv_handles,
         worker=worker,
         role=role,
         version=deepinfer_jax.__version__,
