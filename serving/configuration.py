@@ -20,7 +20,7 @@ ROLES = ("all", "prefill", "decode", "gateway")
 PREFILL_WAYS = ("full", "encoder_only", "none")
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
-TRANSPORTS = ("grpc",)
+TRANSPORTS = ("shm", "grpc")
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -142,7 +142,7 @@ class KvSection:
         arriving_bytes: of states that a decode worker fetches together.
         lanes: connections from a decode worker to a prefill worker.
         chunk_bytes: of a message, 65,536 to 2,097,152.
-        transports: ways to fetch state, best first: grpc.
+        transports: ways to hand state over: grpc, and shm between processes of one host, which share memory.
     """
 
     lease_seconds: float = 45.0
@@ -151,7 +151,7 @@ class KvSection:
     arriving_bytes: int = 4 << 30
     lanes: int = 2
     chunk_bytes: int = 1 << 20
-    transports: tuple[str, ...] = ("grpc",)
+    transports: tuple[str, ...] = ("shm", "grpc")
 
     def __post_init__(self) -> None:
         _check_positive(self, "lease_seconds", "held_bytes", "held_states", "arriving_bytes", "lanes")

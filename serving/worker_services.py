@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from deepinfer_jax.async_engine import AsyncEngine
 from deepinfer_jax.engine import Engine
-from serving.arrivals import Arrivals
 from serving.configuration import KvSection
-from serving.grpc_transport import GrpcTransport
 from serving.inference import InferenceService
-from serving.kv_transport import KvFetcher
 from serving.prefill_worker import HoldingSettings, PrefillWorker
 from serving.proto.deepinfer.v1.inference_pb2 import ModelInfo
+from serving.receiving import ReceivingSettings, receiving
 from serving.server import Service
+from serving.shared_files import DIRECTORY, host_id
 from serving.state_pulls import PullSettings
 from serving.worker_metrics import arrivals_registry, holding_registry
 
-_OPENERS = 2  # threads that check states which have arrived
 _SETTLING_SECONDS = 0.05
 
 
@@ -60,7 +58,9 @@ async def worker_services(
     """
     registries = [inner.metrics.registry]
     if info.role == "prefill":
-        holding = HoldingSettings(section.lease_seconds, section.held_bytes, section.held_states)
+        holding = HoldingSettings(
+            section.lease_seconds, section.held_bytes, section.held_states, shared=_shared(section)
+        )
         async with PrefillWorker(engine, inner.config, inner.settings, info, holding) as worker:
             answers = InferenceService(engine, info, held=worker.leases)
             registries.append(holding_registry(worker))
@@ -72,22 +72,16 @@ async def worker_services(
 
             yield WorkerServices(services, registries, worker.advertise, settled)
     elif info.role == "decode":
-        with ThreadPoolExecutor(_OPENERS, "opening") as opener:
-            pulls = PullSettings(lanes=section.lanes, chunk_bytes=section.chunk_bytes)
-            transport = GrpcTransport(engine.receiver.form, pulls)
-            arrivals = Arrivals(
-                engine.receiver,
-                inner.settings.replay,
-                KvFetcher([transport]),
-                transport.release,
-                opener,
-                section.arriving_bytes,
-            )
+        pulls = PullSettings(lanes=section.lanes, chunk_bytes=section.chunk_bytes)
+        settings = ReceivingSettings(pulls, section.arriving_bytes, shared=_shared(section))
+        async with receiving(engine.receiver, inner.settings.replay, settings) as arrivals:
             answers = InferenceService(engine, info, arrivals=arrivals)
             registries.append(arrivals_registry(arrivals))
-            try:
-                yield WorkerServices([answers.service()], registries)
-            finally:
-                await arrivals.close()
+            yield WorkerServices([answers.service()], registries)
     else:
         yield WorkerServices([InferenceService(engine, info).service()], registries)
+
+
+def _shared(section: KvSection) -> Path | None:
+    """Where states lie that other processes of this host read; None where that is not wanted, or not possible."""
+    return DIRECTORY if "shm" in section.transports and host_id(DIRECTORY) is not None else None

@@ -1,0 +1,39 @@
+"""``python -m examples.cluster``: two prefill workers, two decode workers and a gateway, until Ctrl-C."""
+
+import signal
+import tempfile
+from pathlib import Path
+
+from examples.cluster.processes import Processes
+
+CONFIGURATION = Path(__file__).parent / "cluster.toml"
+PLACES = (
+    ("prefill", "127.0.0.1:8501"),
+    ("prefill", "127.0.0.1:8502"),
+    ("decode", "127.0.0.1:8503"),
+    ("decode", "127.0.0.1:8504"),
+    ("gateway", "127.0.0.1:8500"),
+)
+SECONDS = 300.0
+
+
+def note(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole terminal; the servers are stopped here, in order.
+    stopping = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Processes(Path(directory), ["--config", str(CONFIGURATION)], note) as processes,
+    ):
+        note(f"logs are in {directory} while the cluster runs")
+        processes.start_all(PLACES, seconds=SECONDS)
+        note(f"clients call {PLACES[-1][1]}; Ctrl-C ends the cluster")
+        signal.sigwait(stopping)
+
+
+if __name__ == "__main__":
+    main()
