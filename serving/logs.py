@@ -10,7 +10,7 @@ import datetime
 import json
 import logging
 import traceback
-from typing import Any, TextIO
+from typing import Any
 
 from deepinfer_jax.errors import InputError
 
@@ -67,16 +67,15 @@ def describe_exception(error: BaseException) -> list[str]:
     return [f"{type(error).__name__}: {message}", *(f"{at.filename}:{at.lineno} {at.name}" for at in places)]
 
 
-def start_logging(level: str, form: str, worker: str, stream: TextIO) -> None:
+def start_logging(level: str, form: str, worker: str, handler: logging.Handler) -> None:
     """Write the logs of this process.
 
     Args:
       level: debug, info, warning or error.
       form: json or text.
       worker: name of the process.
-      stream: where to.
+      handler: writes them somewhere.
     """
-    handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(worker) if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Other libraries say what they do at this level, and some say it of every call.

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def run(configuration: Configuration) -> None:
       ConfigError, CheckpointError: the server cannot be started.
     """
     name, server = process_name(configuration), configuration.server
-    start_logging(configuration.logging.level, configuration.logging.format, name, sys.stderr)
+    start_logging(configuration.logging.level, configuration.logging.format, name, logging.StreamHandler())
     built = None
     if server.role != "gateway":
         built = load_engine(configuration, name, lambda line: _log.info("starting: %s", line))

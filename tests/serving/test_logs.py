@@ -66,7 +66,7 @@ def test_a_process_logs_to_its_stream(form):
     before, level = root.handlers[:], root.level
     stream = io.StringIO()
     try:
-        start_logging("warning", form, "w", stream)
+        start_logging("warning", form, "w", logging.StreamHandler(stream))
         logging.getLogger("serving.calls").info("not this")
         logging.getLogger("serving.calls").warning("this")
     finally:
