@@ -4,11 +4,6 @@ SUPPORTED := 3.13 3.12 3.11
 PYTHON ?=
 ARGUMENTS ?=
 
-# Greedy, so that everybody sees the same.
-DEMO_SETTINGS := --temperature 0 --max-tokens 48
-DEMO_PROMPT := def main(argv=None):
-DEMO_CHAT := examples/chat.json
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint mutants aot clean
 
@@ -90,15 +85,9 @@ help: ## list the targets
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
 	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run or to the compiles."
 
-demo: ## continue a line of code and answer a chat, with the small trained model
+demo: ## serve the small trained model by three processes, and stream answers from them over gRPC
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
-	echo "$$ deepinfer-jax generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS)"; \
-	"$$environment/bin/deepinfer-jax" generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS) || exit 1; \
-	echo; \
-	echo "$$ cat $(DEMO_CHAT)"; \
-	cat $(DEMO_CHAT); \
-	echo "$$ deepinfer-jax generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)"; \
-	"$$environment/bin/deepinfer-jax" generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)
+	"$$environment/bin/python" -m examples.demo
 
 test: ## check the style and run the tests with the newest supported Python found
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
