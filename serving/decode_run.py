@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -67,6 +69,12 @@ class DecodeRun:
             self.error = error
             raise
 
+    async def end(self, seconds: float) -> None:
+        """Let the call end by itself behind ``Finished``; whether it does so well matters to nobody any more."""
+        with contextlib.suppress(ServingError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._message()
+
     async def abort(self, seconds: float) -> None:
         """Ask the worker to end it: ``Finished`` comes then, with the receipt. A worker that is gone fails the call."""
         request = inference_pb2.AbortRequest(request_id=self._request_id)
@@ -90,8 +98,14 @@ class DecodeRun:
             changed()
 
     async def _next(self) -> Event:
+        message = await self._message()
+        if message is grpc.aio.EOF:
+            self._reader.end()
+        return self._reader.event(message)
+
+    async def _message(self) -> Any:
         try:
-            message = await self._stream.read()
+            return await self._stream.read()
         except grpc.RpcError as error:
             raise error_from(error) from error
         except asyncio.CancelledError as error:
@@ -100,6 +114,3 @@ class DecodeRun:
             if task is None or task.cancelling():
                 raise
             raise refusal("CALL_CANCELLED", "the call of a worker was given up") from error
-        if message is grpc.aio.EOF:
-            self._reader.end()
-        return self._reader.event(message)

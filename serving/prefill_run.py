@@ -91,7 +91,9 @@ class PrefillRun:
             if self.done is None:
                 raise ContractError("the stream ended without done")
         except grpc.RpcError as error:
-            self.error = _of_request(error_from(error))
+            # Behind the end nothing matters any more.
+            if self.done is None:
+                self.error = _of_request(error_from(error))
         except ServingError as error:
             self.error = error
             self._stream.cancel()

@@ -12,7 +12,7 @@ import grpc
 
 from serving.configuration import GatewaySection
 from serving.decode_run import DecodeRun
-from serving.errors import ServingError, StateError, refusal
+from serving.errors import OverloadedError, ServingError, StateError, refusal
 from serving.event_messages import delta_event, finished_event, receipt_of
 from serving.events import Delta, Finished, PromptLogprobs, ServedReceipt, Started
 from serving.gateway_metrics import GatewayMetrics
@@ -208,9 +208,10 @@ class RoutedAnswer:
                 if transcript.stopped is not None:
                     return await self._finish("stop", transcript.stopped, await self._cut(decode), self._prefilled)
             else:
-                return await transcript.finish(
-                    event, event.receipt, self._prefilled, self._failovers, self._fingerprint
-                )
+                receipt, failovers = event.receipt, self._failovers
+                finished = await transcript.finish(event, receipt, self._prefilled, failovers, self._fingerprint)
+                await decode.end(self._route.settings.call_seconds)
+                return finished
 
     async def _cut(self, decode: DecodeRun) -> ServedReceipt | None:
         """End the worker's part. Gives its receipt, if that comes soon."""
@@ -220,6 +221,7 @@ class RoutedAnswer:
                 await decode.abort(seconds)
                 while not isinstance(event := await decode.event(), Finished):
                     continue
+                await decode.end(seconds)
                 return event.receipt
         except (ServingError, TimeoutError):
             return None
@@ -278,7 +280,8 @@ class RoutedAnswer:
         settings = self._route.settings
         place = self._route.workers.prefill_place(len(self._call.prompt), self._failed_prefill)
         if place is None:
-            if not settings.prefill_fallback:
+            # Where prefill workers have too much to do, decode workers must not get it on top of theirs.
+            if not settings.prefill_fallback or isinstance(self._last_error, OverloadedError):
                 raise self._last_error or refusal("NO_WORKER", "no worker that computes prompts can be reached")
             self._route.metrics.unassisted.inc()
             return None
@@ -367,4 +370,7 @@ class RoutedAnswer:
         if prefill is not None:
             prefill.close()
             if not arrived:
+                if not self._transcript.fresh:
+                    # Nothing of what it did is part of the answer.
+                    self._prefilled = None
                 self._route.later(prefill.release(self._route.settings.call_seconds))

@@ -95,6 +95,14 @@ class Cluster:
         lines = self.running[name].log.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
+    def calls(self, name, request_id):
+        """Method and status of a request's calls in the log of a process, once there are any."""
+        end, calls = time.monotonic() + 30, []
+        while not calls and time.monotonic() < end:
+            lines = [line for line in self.log(name) if line.get("request_id") == request_id and "method" in line]
+            calls = [(line["method"], line["code"]) for line in lines]
+        return calls
+
     def idle(self):
         """Wait until no worker that runs has anything of any request."""
         end = time.monotonic() + 60
@@ -162,8 +170,7 @@ def test_a_request_passes_through_all_processes_and_leaves_its_trace(cluster):
     assert receipt.handed_over_bytes > 0
     assert len(tokens_of(events)) == 8
     for name, method in (("g", "Inference/Generate"), ("p", "Prefill/Prefill"), (receipt.worker, "Inference/Generate")):
-        calls = [line for line in cluster.log(name) if line.get("request_id") == "traced-1" and "method" in line]
-        assert [(line["method"], line["code"]) for line in calls] == [(f"/deepinfer.v1.{method}", "OK")]
+        assert cluster.calls(name, "traced-1") == [(f"/deepinfer.v1.{method}", "OK")]
     (answered,) = [line for line in cluster.log("g") if line["message"] == "answered"]
     assert (answered["request_id"], answered["completion_tokens"]) == ("traced-1", 8)
     prompt = re.compile(r"\b" + r"\D{1,3}".join(map(str, PROMPT[:4])) + r"\b")

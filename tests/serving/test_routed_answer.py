@@ -133,6 +133,12 @@ def test_a_prompt_goes_to_another_prefill_worker_when_one_refuses():
     assert one.released == []
 
 
+def test_prompts_that_are_too_many_do_not_become_the_decode_workers():
+    prefill, decode = prefill_worker("p", [refusal("QUEUE_FULL", "full")]), decode_worker("d", WHOLE)
+    error = refused(prefill, decode)
+    assert (error.reason, error.retry_after, len(decode.generated)) == ("QUEUE_FULL", 1.0, 0)
+
+
 def test_another_decode_worker_fetches_the_same_state():
     for turn in ([GONE], [STARTED, GONE], [refusal("KV_POOL_EXHAUSTED", "no room")]):
         prefill = prefill_worker("p")
