@@ -103,7 +103,8 @@ class RoutedAnswer:
         self._decode: DecodeRun | None = None
         self._prefilled: ServedReceipt | None = None
         self._failed_prefill, self._failed_decode, self._lost_state = set[str](), set[str](), set[str]()
-        self._last_error: ServingError | None = None
+        self._prefill_error: ServingError | None = None
+        self._decode_error: ServingError | None = None
         self._calls = self._failures = self._failovers = 0
         self._aborted = False
         self._fingerprint = ""
@@ -246,7 +247,7 @@ class RoutedAnswer:
         settings = self._route.settings
         while (place := self._find_decode_place()) is None:
             if not self._transcript.fresh or self._failures >= settings.attempts:
-                raise self._last_error or refusal("NO_WORKER", "no worker that answers can be reached")
+                raise self._decode_error or refusal("NO_WORKER", "no worker that answers can be reached")
             # An answer that has begun is worth waiting until workers are asked again.
             self._failures += 1
             self._failed_decode.clear()
@@ -281,8 +282,8 @@ class RoutedAnswer:
         place = self._route.workers.prefill_place(len(self._call.prompt), self._failed_prefill)
         if place is None:
             # Where prefill workers have too much to do, decode workers must not get it on top of theirs.
-            if not settings.prefill_fallback or isinstance(self._last_error, OverloadedError):
-                raise self._last_error or refusal("NO_WORKER", "no worker that computes prompts can be reached")
+            if not settings.prefill_fallback or isinstance(self._prefill_error, OverloadedError):
+                raise self._prefill_error or refusal("NO_WORKER", "no worker that computes prompts can be reached")
             self._route.metrics.unassisted.inc()
             return None
         call, metadata = self._worker_call(), self._envelope.metadata
@@ -325,13 +326,13 @@ class RoutedAnswer:
         self._failures += 1
         if error.code not in _ELSEWHERE or error.reason in _NOWHERE or self._failures >= self._route.settings.attempts:
             raise error
-        self._last_error = error
         self._route.metrics.repeats.labels(side).inc()
         if self._transcript.fresh:
             self._failovers += 1
             self._route.metrics.failovers.inc()
         self._drop_decode()
         if side == "prefill":
+            self._prefill_error = error
             self._failed_prefill.add(worker.address)
             self._drop_prefill()
         elif isinstance(error, StateError) and prefill is not None:
@@ -339,6 +340,7 @@ class RoutedAnswer:
             self._blame(prefill.place.worker.address, error)
             self._drop_prefill()
         else:
+            self._decode_error = error
             self._failed_decode.add(worker.address)
             if error.code not in _LEAVES_STATE:
                 self._drop_prefill()

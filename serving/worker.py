@@ -17,6 +17,7 @@ _log = logging.getLogger("serving.workers")
 
 # A worker that comes back is found within this time; gRPC's own default is two minutes.
 _RECONNECT_MS = 1000
+_UNKNOWN = "not reached yet"
 
 Check = Callable[[ModelInfo], str]
 """Says why a worker cannot be used; empty if it can."""
@@ -54,7 +55,7 @@ class Worker:
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.info: ModelInfo | None = None
         self.account = Account()
-        self.trouble = "not reached yet"
+        self.trouble = _UNKNOWN
 
     @property
     def available(self) -> bool:
@@ -103,11 +104,9 @@ class Worker:
         await self._channel.close()
 
     def _found(self, trouble: str) -> None:
-        if trouble == self.trouble:
-            return
-        self.trouble = trouble
+        before, self.trouble = self.trouble, trouble
         fields = {"worker": self.name, "address": self.address, "role": self.role}
-        if trouble:
+        if trouble and (not before or before == _UNKNOWN):
             _log.warning("worker not available: %s", trouble, extra=fields)
-        else:
+        elif before and not trouble:
             _log.info("worker available", extra=fields)

@@ -4,7 +4,6 @@ Workers of a tiny model, deterministic and exact, so that what goes on elsewhere
 """
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import re
@@ -195,11 +194,11 @@ def test_a_prefill_worker_killed_while_a_prompt_waits_for_it_is_not_noticed(clus
     wanted = tokens_of(cluster.client.generate(PROMPT, SHORT, salt=b"d"))
     cluster.signal("p", signal.SIGSTOP)
     events = cluster.client.generate(PROMPT, SHORT, salt=b"e")
-    with contextlib.ExitStack() as stack:
-        stack.callback(cluster.kill, "p")
-        asked = stack.enter_context(_started(events))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(list, events)
         time.sleep(0.3)
-    seen = asked()
+        cluster.kill("p")
+        seen = seen.result()
     assert tokens_of(seen) == wanted
     assert (seen[-1].receipt.prefill_worker, seen[-1].receipt.failovers) == ("", 0)
 
@@ -302,11 +301,3 @@ def test_wrong_configurations_end_with_one_sentence(tmp_path):
     ended = serve("--role", "gateway", "--worker", "127.0.0.1:1", "--listen", f"unix:{tmp_path / 'none' / 's'}")
     assert ended.returncode == 3
     assert "'server.listen'" in ended.stderr.splitlines()[-1]
-
-
-@contextlib.contextmanager
-def _started(events):
-    """Read events in a thread; the value waits for them all."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(list, events)
-        yield future.result
