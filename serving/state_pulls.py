@@ -159,9 +159,9 @@ class StatePulls:
             layout = await KvTransferStub(channel).Describe(request, timeout=self._settings.patience)
         except grpc.RpcError as error:
             failure = _failure(error)
-            if not isinstance(failure, TransportError):
-                raise failure from error
-            return False
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or isinstance(failure, TransportError):
+                return False
+            raise failure from error
         due = reader.due
         if layout.progress.done or due is None:
             return False

@@ -91,6 +91,11 @@ class Split:
         whole.finished = answer.finished
         return whole
 
+    async def release(self, kv_id):
+        """Give a state back. Returns whether it was held."""
+        request = prefill_pb2.ReleaseKvRequest(kv_id=kv_id)
+        return (await self.prefill.ReleaseKv(request, timeout=SECONDS)).released
+
     async def next(self, stream):
         """The next message; None behind the last one."""
         try:

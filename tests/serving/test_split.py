@@ -70,14 +70,16 @@ def handed(request, tmp_path):
 ONCE = settings(max_examples=3, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize(("numerics", "decoder"), [("f32", "off"), ("f32q", "compact")])
+@pytest.mark.parametrize("numerics", ["f32", pytest.param("f32q", marks=pytest.mark.slow)])
 @ONCE
 @given(drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), DRAWN), min_size=1, max_size=5))
-def test_a_prompt_and_its_answer_on_two_workers_are_those_of_one_engine(handed, numerics, decoder, drawn):
-    compare(numerics, decoder, FULL, drawn, **handed)
+def test_a_prompt_and_its_answer_on_two_workers_are_those_of_one_engine(handed, numerics, drawn):
+    compare(numerics, "compact", FULL, drawn, **handed)
 
 
-@pytest.mark.parametrize(("numerics", "sender"), [("f32", encoder), ("f32q", built)])
+@pytest.mark.parametrize(
+    ("numerics", "sender"), [("f32", encoder), ("f32", built), pytest.param("f32q", encoder, marks=pytest.mark.slow)]
+)
 @ONCE
 @given(drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(KEEP + 1, 70), DRAWN), min_size=1, max_size=5))
 def test_half_a_model_computes_prompts_for_a_whole_one(handed, numerics, sender, drawn):
