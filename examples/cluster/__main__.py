@@ -4,7 +4,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from examples.cluster.processes import Processes
+from examples.cluster.processes import Processes, interrupt_on_signals
 
 CONFIGURATION = Path(__file__).parent / "cluster.toml"
 PLACES = (
@@ -22,17 +22,16 @@ def note(line: str) -> None:
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole terminal; the servers are stopped here, in order.
-    stopping = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Processes(Path(directory), ["--config", str(CONFIGURATION)], note) as processes,
-    ):
-        note(f"logs are in {directory} while the cluster runs")
-        processes.start_all(PLACES, seconds=SECONDS)
-        note(f"clients call {PLACES[-1][1]}; Ctrl-C ends the cluster")
-        signal.sigwait(stopping)
+    interrupt_on_signals()
+    options = ["--config", str(CONFIGURATION)]
+    with tempfile.TemporaryDirectory() as directory, Processes(Path(directory), options, note) as processes:
+        try:
+            note(f"logs are in {directory} while the cluster runs")
+            processes.start_all(PLACES, seconds=SECONDS)
+            note(f"clients call {PLACES[-1][1]}; Ctrl-C ends the cluster")
+            signal.pause()
+        except KeyboardInterrupt:
+            note("ending")
 
 
 if __name__ == "__main__":

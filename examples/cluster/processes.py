@@ -5,6 +5,7 @@ find them; so it is waited for before the others are started.
 """
 
 import dataclasses
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 STOPPING_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that it stops the servers first."""
+
+    def interrupt(*details: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 class ProcessError(RuntimeError):
@@ -106,6 +117,8 @@ class Processes:
                 stdout=file,
                 stderr=file,
                 env=self._environment,
+                # Ctrl-C at a terminal reaches this process alone, which ends the others in order.
+                start_new_session=True,
             )
         self.running.append(Process(role, address, popen, log))
         return self.running[-1]

@@ -13,7 +13,7 @@ from deepinfer_jax.commands.prompt import Prompt, chat_prompt, text_prompt
 from deepinfer_jax.commands.settings import start_with_settings
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.request import SamplingParams
-from examples.cluster.processes import Processes
+from examples.cluster.processes import Processes, interrupt_on_signals
 from serving.client import Client
 from serving.events import Delta, Finished, ServedReceipt, Started
 
@@ -25,6 +25,7 @@ SECONDS = 600.0
 
 
 def main() -> None:
+    interrupt_on_signals()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as directory:
         place = Path(directory)
