@@ -3,7 +3,7 @@
 import pytest
 
 from examples.cluster.__main__ import CONFIGURATION, PLACES
-from examples.cluster.processes import Process, Processes, ProcessError
+from examples.cluster.processes import Process, ProcessError, Processes
 from serving.configuration import load_configuration
 from tests.engines import ENVIRONMENT, REPOSITORY
 
