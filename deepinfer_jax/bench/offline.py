@@ -223,7 +223,7 @@ def measure_replay(
             blocks=2 * (prompt // block + 2),
             max_context=prompt + 1,
             decode_rows=(1,),
-            prefill_tiles=(1, 3),
+            prefill_tiles=(3,),
             replay=Replay("exact", decoder),
             window_checkpoints=0,
         )
