@@ -22,7 +22,6 @@ from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.assembly import Assembled, Part, assemble
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache.records import StateFormat
-from deepinfer_jax.cache.snapshot import Rings
 from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
@@ -66,11 +65,11 @@ class Engine:
         """Use :func:`deepinfer_jax.engine_build.build_engine`, which makes all of this from a model.
 
         Args:
-          device: warmed up.
+          device: warmed up, or not: then steps are compiled when they are first needed.
           config, settings: of the model and of the engine.
           blocks: of each shard's pools.
           form: how the state is cut into records when it leaves the device, and its fingerprint.
-          costs: seconds of each step shape.
+          costs: seconds of each step shape, as far as they are known.
           store: where finished blocks go and prefix hits continue.
           token_map: compressed id of every token id, for a model with Engram.
           tokenizer: for texts and stop strings.
@@ -87,7 +86,7 @@ class Engine:
             fingerprint=form.fingerprint,
         )
         fill = math.nan if settings.poison else 0.0
-        self.receiver = Receiver(form, Rings.of(device.slot_planes), token_map, fill)
+        self.receiver = Receiver(form, device.rings, token_map, fill)
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)
@@ -275,6 +274,9 @@ class Engine:
         for sequence in self._admissions.admit(self._running.values()):
             self._running[sequence.id] = sequence
         assembled = self._plan()
+        if assembled is not None and self._flying is not None and not self._device.ready(assembled.shape):
+            # A compilation would hold back what is on its way already.
+            assembled = None
         following = None if assembled is None else self._dispatch(assembled)
         if self._flying is not None:
             if following is None:
@@ -360,7 +362,9 @@ class Engine:
         self._admissions.return_to(sequence)
 
     def _rates(self) -> tuple[float, float]:
-        """Seconds of a prefill row, and of a block's way to the host and back."""
+        """Seconds of a prefill row, and of a block's way to the host and back; 0 where they were not measured."""
+        if not self._costs:
+            return 0.0, 0.0
         prefill = max(self._costs, key=lambda shape: shape.rows)
         return self._costs[prefill] / prefill.rows, self._device.block_seconds + self._packing_seconds
 

@@ -36,7 +36,7 @@ def build_engine(
     store: BlockStore | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Allocate the state, compile every step, and start an engine.
+    """Allocate the state, compile every step unless the settings put it off, and start an engine.
 
     Args:
       params, config, numerics: the model; in the form that runs fastest here, or unrolled for several devices.
@@ -98,7 +98,7 @@ def build_engine(
         n_shards=shards,
         tables_width=settings.tables_width(config),
     )
-    costs = device.warm_up(progress)
+    costs = device.warm_up(progress) if settings.compile_ahead else {}
     form = StateFormat.of(weights_id, config, numerics, layout)
     return Engine(
         device,

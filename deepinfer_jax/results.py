@@ -11,6 +11,7 @@ import numpy as np
 from deepinfer_jax.assembly import Assembled, Entry
 from deepinfer_jax.books import Books
 from deepinfer_jax.checkpoints import Checkpoints
+from deepinfer_jax.errors import InputError
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import describe
 from deepinfer_jax.request import Logprob, Output
@@ -180,11 +181,16 @@ class Results:
         if token in sequence.ends:
             self.end(sequence, "stop", matched=token)
             return
-        sequence.tokens.append(token)
-        self._metrics.generated_tokens.inc()
         text = ""
         if sequence.stream is not None and sequence.matcher is not None:
-            text = sequence.matcher.push(sequence.stream.push([token]))
+            try:
+                text = sequence.matcher.push(sequence.stream.push([token]))
+            except InputError as refused:
+                # The vocabulary of the model may be larger than that of its tokenizer.
+                self.end(sequence, "error", error=str(refused))
+                return
+        sequence.tokens.append(token)
+        self._metrics.generated_tokens.inc()
         logprobs: tuple[Logprob, ...] = ()
         if params.logprobs is not None:
             logprobs = (_logprob(token, place, sampled, params.logprobs),)

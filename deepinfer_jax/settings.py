@@ -34,6 +34,8 @@ class EngineSettings:
         encoder_only: the engine has the encoder side of a model alone, and serves requests that hand over.
         n_shards: shards over which requests are spread.
         most_logprobs: likeliest tokens that can be asked for.
+        compile_ahead: compile and time every step before the engine starts; otherwise each when it is first needed, so
+            that a first token comes sooner and later ones wait.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
         max_drafts: drafts that a step may verify, for which the window rings have room; None takes the model's block.
         store_patience: seconds that a new request waits for what a block store has of its prompt.
@@ -57,6 +59,7 @@ class EngineSettings:
     encoder_only: bool = False
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
+    compile_ahead: bool = True
     preemption: str = "auto"
     max_drafts: int | None = None
     store_patience: float = 0.2
@@ -85,6 +88,23 @@ class EngineSettings:
             if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
                 raise ConfigError(name, sizes, "sizes of 1 or more, ascending")
 
+    @classmethod
+    def for_one(cls, tokens: int) -> EngineSettings:
+        """For one request at a time, of at most ``tokens`` tokens with its answer: nothing is made that it never needs.
+
+        There is room for a power of two of blocks, so that requests of similar length share compiled steps.
+        """
+        blocks = 1 << (-(-tokens // cls.block_tokens) - 1).bit_length()
+        return cls(
+            slots=1,
+            blocks=blocks,
+            max_context=blocks * cls.block_tokens,
+            decode_rows=(1,),
+            prefill_tiles=(1,),
+            window_checkpoints=0,
+            compile_ahead=False,
+        )
+
     @property
     def rows_per_tile(self) -> int:
         """Rows of a prefill tile."""
@@ -102,11 +122,13 @@ class EngineSettings:
         """The ladder of step shapes: decode steps, then steps with prefill tiles beside all decode rows.
 
         With compact decoder replay a prefill step exists without kept tiles, with one, and with all of them; without
-        decoder layers only the first of these.
+        decoder layers only the first of these. A single request never decodes beside a prompt: its prefill steps have
+        no decode rows, where other rows are kept.
         """
         if self.encoder_only:
             return tuple(StepShape(0, tiles, self.rows_per_tile, 0) for tiles in self.prefill_tiles)
-        most = self.decode_rows[-1]
+        alone = self.slots * self.n_shards == 1 and self.replay.decoder != "compact"
+        most = 0 if alone else self.decode_rows[-1]
         ladder = [StepShape(rows, 0, 0, self._kept(0)) for rows in self.decode_rows]
         for tiles in self.prefill_tiles:
             for kept in sorted({0, 1, tiles}) if self.replay.decoder == "compact" else [None]:
