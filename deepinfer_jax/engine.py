@@ -195,8 +195,8 @@ class Engine:
         Raises:
           InputError: names the value and what is accepted.
         """
+        request.check(self.config)
         params = request.params
-        params.check(request.prompt, self.config)
         if params.stop and self._tokenizer is None:
             raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
         total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
@@ -205,15 +205,6 @@ class Engine:
         if self.books.blocks_for(total) > self.books.pool.blocks:
             room = self.books.pool.blocks * self.settings.block_tokens
             raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")
-        if request.deadline is not None and not request.deadline > 0:
-            raise InputError("deadline", request.deadline, "seconds above 0")
-        if request.images and self.config.vision is None:
-            raise InputError("images", len(request.images), "none, as this model has no vision")
-        for span in request.images:
-            if not 0 <= span.start < span.stop <= len(request.prompt):
-                raise InputError(
-                    "image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}"
-                )
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End all branches of a request, wherever they are; their last news come with the next step."""
