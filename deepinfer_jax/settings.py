@@ -20,7 +20,9 @@ class EngineSettings:
 
     Attributes:
         slots: requests that run at a time, on each shard.
-        blocks: blocks in each shard's page pools; None takes as many as ``memory`` bytes hold.
+        blocks: blocks in each shard's page pools; None takes as many as the memory holds that the next two name.
+        memory_fraction: share of the memory that each shard's device has free beside the parameters, above 0 to 1, for
+            its page pools; None takes ``memory``. What steps need besides must fit into the rest.
         memory: bytes of each shard's page pools.
         block_tokens: tokens of a block; also the rows of a prefill tile unless ``tile_rows`` says otherwise.
         max_context: most tokens of a request, prompt and answer; None takes the model's most.
@@ -46,6 +48,7 @@ class EngineSettings:
 
     slots: int = 8
     blocks: int | None = None
+    memory_fraction: float | None = None
     memory: int = 1 << 28
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     max_context: int | None = None
@@ -77,6 +80,8 @@ class EngineSettings:
                 raise ConfigError(name, value, "1 or more")
         if self.encoder_only and self.replay.decoder != "compact":
             raise ConfigError("encoder_only", True, "False unless replay.decoder is compact")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError("memory_fraction", self.memory_fraction, "above 0 to 1")
         if self.preemption not in PREEMPTION_WAYS:
             raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
         for name in ("window_checkpoints", "store_patience", "store_queue", "max_drafts"):
