@@ -187,7 +187,7 @@ def test_an_id_without_a_spelling_ends_its_request_alone():
         shared.config,
         shared.settings,
         blocks=shared.settings.blocks,
-        fingerprint=bytes(32),
+        form=shared.receiver.form,
         costs={},
         tokenizer=known,
     )

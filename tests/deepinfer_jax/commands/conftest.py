@@ -62,8 +62,8 @@ def steps_compiled_once() -> Iterator[None]:
             first[key] = params, build_engine(params, config, numerics, settings)
         device = first[key][1]._device
         device.reset()
-        fingerprint, blocks = bytes(32), settings.blocks
-        return Engine(device, config, settings, blocks=blocks, fingerprint=fingerprint, costs={}, tokenizer=tokenizer)
+        form, blocks = first[key][1].receiver.form, settings.blocks
+        return Engine(device, config, settings, blocks=blocks, form=form, costs={}, tokenizer=tokenizer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate_module, "build_engine", build)
