@@ -27,11 +27,13 @@ class Arrival:
     blocks: records.BlockPlanes
     slot: records.SlotPlanes
 
-    @property
-    def restart(self) -> Restart:
-        """How the request began where the state comes from."""
+    def begin(self, sequence: Sequence, block_tokens: int) -> None:
+        """Let a new sequence begin where its state ends; blocks of a hit were named where the state comes from."""
         meta = self.meta
-        return Restart(meta.computed, meta.floor, meta.held, meta.decoder_floor, meta.replays)
+        sequence.suspended = self
+        sequence.restart = Restart(meta.computed, meta.floor, meta.held, meta.decoder_floor, meta.replays)
+        sequence.computed = sequence.confirmed = meta.computed
+        sequence.published, sequence.received_tokens = meta.held // block_tokens, meta.paged
 
     def check(self, request: Request, *, bounded: bool) -> None:
         """Check that this is the state of a request.

@@ -171,7 +171,7 @@ class Engine:
                 sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
                 sequence.matcher.push(sequence.stream.push(request.answer))
             if arrival is not None:
-                _continue(sequence, arrival, self.settings.block_tokens)
+                arrival.begin(sequence, self.settings.block_tokens)
             branches.append(sequence)
         self._admissions.add(branches)
         return number
@@ -397,11 +397,3 @@ class Engine:
         metrics.used_slots.set(self.books.used_slots)
         metrics.held_windows.set(len(self._checkpoints))
         metrics.recompiles.inc(self._device.new_compiles())
-
-
-def _continue(sequence: Sequence, arrival: Arrival, block_tokens: int) -> None:
-    """Let a sequence begin where its state ends; blocks of a hit were named where the state comes from."""
-    meta = arrival.meta
-    sequence.suspended, sequence.restart = arrival, arrival.restart
-    sequence.computed = sequence.confirmed = meta.computed
-    sequence.published, sequence.received_tokens = meta.held // block_tokens, meta.paged
