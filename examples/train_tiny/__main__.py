@@ -57,7 +57,7 @@ def main(directory: Path, steps: int, draft_steps: int, own_steps: int, prompts:
     say(f"corpus {prepared.digest[:12]}: {sum(map(len, prepared.training)):,} tokens to train on")
     backbone = trained_backbone(prepared, directory, steps, batch, seed)
     head = trained_head(prepared, backbone, directory, draft_steps, batch, seed + 1)
-    head = agreeing_head(prepared, backbone, head, directory, own_steps, prompts, batch, seed + 2)
+    head = agreeing_head(prepared, backbone, head, directory, own_steps, prompts, batch, seed + 1)
     params = dataclasses.replace(backbone, draft=head)
     model = directory / "model"
     say(f"weights {publish(directory, params, prepared.config, model).value}")
@@ -151,7 +151,7 @@ def agreeing_head(
     return train_draft_head(
         backbone,
         prepared.config,
-        DraftWindows(Windows.of(prepared.training, LENGTH, seed), own, seed),
+        DraftWindows(Windows.of(prepared.training, LENGTH, seed + 1), own, seed),
         falling,
         directory / "agreement",
         Reporter("agreement", steps),

@@ -55,7 +55,7 @@ def own_text(
 
 @dataclasses.dataclass(frozen=True)
 class DraftWindows:
-    """Windows of text, and every second step of own text where there is any; each of that once before any comes again."""
+    """Windows of text, and every second step of own text where there is any: all of it before any comes again."""
 
     text: Batches
     own: Int32[np.ndarray, "continuations window"]
