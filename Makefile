@@ -36,14 +36,15 @@ interpreter_of() {
 	return 1
 }
 
-# The mark of a finished installation: where it was made (environments cannot be moved) and from which pyproject.toml.
-mark() { pwd && cat pyproject.toml; }
+# The mark of a finished installation: where it was made (environments cannot be moved), from which pyproject.toml, and
+# from which protocol, whose modules installing makes.
+mark() { pwd && cat pyproject.toml serving/proto/deepinfer/v1/*.proto; }
 
 # prepare ENVIRONMENT VERSION INTERPRETER EXTRA: status 1 if this Python makes no virtual environment, 2 if installing failed.
 prepare() {
 	if is_version "$$1/bin/python" "$$2" && [ "$$(head -n 1 "$$1/installed" 2>/dev/null)" = "$$(pwd)" ]; then
 		mark | cmp -s - "$$1/installed" && return 0
-		say "pyproject.toml has changed: installing again into $$1"
+		say "pyproject.toml or the protocol has changed: installing again into $$1"
 	else
 		say "Creating $$1 with $$3"
 		"$$3" -m venv --clear "$$1" >&2 || { rm -rf "$$1"; return 1; }
@@ -131,4 +132,5 @@ aot: ## compile the released size for TPU, GPU and CPU meshes, in an environment
 
 clean: ## remove environments, caches and build products
 	rm -rf .venv-* .jax_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -f serving/proto/deepinfer/v1/*_pb2*.py*
 	find deepinfer_jax pallas_kernels serving tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,6 +27,7 @@ from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
 from deepinfer_jax.handover import Handover
+from deepinfer_jax.load import EngineLoad, engine_load
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import packing_seconds, recomputes, suspend
 from deepinfer_jax.recorder import Recorder
@@ -247,6 +248,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether anything waits, runs or is on its way to a caller; blocks may still be on theirs to the store."""
         return bool(self._admissions.count or self._running or self._flying or self._results.pending)
+
+    def load(self) -> EngineLoad:
+        """How busy it is between two steps."""
+        return engine_load(self._admissions.sequences(), self._running.values(), self.books)
 
     def flush(self) -> None:
         """Wait until the blocks of everything that was read have reached the store."""

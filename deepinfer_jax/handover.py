@@ -18,18 +18,30 @@ class Handover:
     """
 
     def __init__(self, form: StateFormat, changed: Callable[[], None] = lambda: None) -> None:
-        """``changed`` is called on the engine's thread whenever there is more to read, or an end."""
+        """Make an empty one.
+
+        ``hit_tokens`` are those of the prompt that a cache had; None until the first step was read.
+
+        Args:
+          form: how the state is cut into records.
+          changed: is called on the engine's thread whenever there is more to read, or an end.
+        """
         self.form = form
         self._changed, self._lock = changed, threading.Lock()
-        self._blocks: list[tuple[Any, int]] = []
+        self._blocks: list[tuple[Any, int] | None] = []
         self._end: tuple[SnapshotMeta, Any] | None = None
         self._failure: str | None = None
+        self.hit_tokens: int | None = None
 
     # The engine's side.
 
-    def add(self, planes: Sequence[Any], count: int) -> None:
-        """The next ``count`` blocks, all full: host ``BlockPlanes`` as batches of them were read."""
+    def add(self, planes: Sequence[Any], count: int, hit_tokens: int) -> None:
+        """The next ``count`` blocks, all full: host ``BlockPlanes`` as batches of them were read.
+
+        ``hit_tokens``: of the prompt that were found in a cache.
+        """
         with self._lock:
+            self.hit_tokens = hit_tokens
             self._extend(planes, count)
         self._changed()
 
@@ -57,7 +69,9 @@ class Handover:
     @property
     def ready(self) -> int:
         """Blocks whose pages can be read."""
-        return len(self._blocks)
+        # The last ones, which need not be full, must not be seen before ``meta``, which says so.
+        with self._lock:
+            return len(self._blocks)
 
     @property
     def meta(self) -> SnapshotMeta | None:
@@ -73,10 +87,23 @@ class Handover:
         """The page sections of the blocks ``first`` up to ``stop``, which are ready."""
         meta, packed = self.meta, dict[str, bytes]()
         for block in range(first, stop):
-            planes, place = self._blocks[block]
+            content = self._blocks[block]
+            assert content is not None
+            planes, place = content
             paged = (block + 1) * self.form.layout.block_tokens if meta is None else meta.paged
             packed |= pack_blocks(paged, block, _block(planes, place), self.form)
         return packed
+
+    def forget(self, first: int, stop: int) -> None:
+        """Let the blocks ``first`` up to ``stop`` go, whose pages are not read again."""
+        with self._lock:
+            self._blocks[first:stop] = [None] * (stop - first)
+
+    def forget_rest(self) -> None:
+        """Let everything else go but ``meta``; it is complete, and not read again."""
+        with self._lock:
+            assert self._end is not None
+            self._end = self._end[0], None
 
     def rest(self) -> dict[str, bytes]:
         """The other sections, ``meta`` among them; complete ones only."""

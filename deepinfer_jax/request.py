@@ -246,7 +246,7 @@ class Output:
         finish_reason: ``stop``, ``length``, ``abort``, ``deadline``, ``handover`` or ``error``; None while it goes on.
         matched: the stop string or token id that ended it.
         error: what went wrong, with reason ``error``.
-        receipt: with the last news.
+        receipt: with the first news, of what is known then, and with the last.
     """
 
     request_id: int

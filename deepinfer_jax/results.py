@@ -129,7 +129,8 @@ class Results:
                 self._collect(entry, scores)
             handed = record.handed.get(sequence.id)
             if handed is not None and handed.slot is None and sequence.handover is not None:
-                sequence.handover.add([part.read() for part in handed.blocks], handed.count)
+                blocks = [part.read() for part in handed.blocks]
+                sequence.handover.add(blocks, handed.count, sequence.hit_tokens)
             if entry.place is not None:
                 self._accept(sequence, entry.place, sampled, now, handed)
             elif handed is not None and handed.slot is not None:
@@ -177,6 +178,7 @@ class Results:
 
     def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float, handed: Handed | None) -> None:
         token, params = int(sampled.tokens[place]), sequence.request.params
+        first = sequence.last_token is None
         self._time(sequence, now)
         if token in sequence.ends:
             self.end(sequence, "stop", matched=token)
@@ -212,6 +214,7 @@ class Results:
                     text,
                     logprobs,
                     self._prompt_logprobs(sequence),
+                    receipt=sequence.receipt(self._fingerprint.hex()) if first else None,
                 )
             )
 

@@ -25,7 +25,7 @@ from jaxtyping import Int
 
 from deepinfer_jax.cache.blocks import EXACT, Replays
 from deepinfer_jax.cache.records import BlockPlanes, SlotPlanes, StateFormat, block_count, put_rows, take_rows
-from deepinfer_jax.cache.sections import Section, open_section, seal
+from deepinfer_jax.cache.sections import HEADER_BYTES, Section, open_section, seal
 from deepinfer_jax.errors import SnapshotError
 
 Snapshot = Mapping[str, bytes | memoryview]
@@ -179,6 +179,16 @@ def section_names(meta: SnapshotMeta, form: StateFormat) -> list[str]:
         *(slot_name(layer) for layer in range(form.layers)),
         *(pending_name(group) for group in _open_groups(meta, form)),
     ]
+
+
+def snapshot_bytes(meta: SnapshotMeta, form: StateFormat) -> int:
+    """Bytes of all sections of a complete snapshot, without making them."""
+    blocks, pending = form.layout.blocks_for(meta.paged), len(_open_groups(meta, form))
+    entries = sum(meta.paged // ratio for ratio in form.layout.ratios)
+    keys = sum(meta.computed - _window_start(meta, layer, form) for layer in range(form.layers))
+    content = entries * form.page_record + keys * form.window.size + pending * form.pending.size
+    headers = blocks * len(form.layout.ratios) + form.layers + pending
+    return content + headers * HEADER_BYTES + len(meta.to_bytes())
 
 
 def pack(meta: SnapshotMeta, blocks: Any, slot: Any, form: StateFormat) -> dict[str, bytes]:

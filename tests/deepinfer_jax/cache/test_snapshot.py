@@ -27,6 +27,7 @@ from deepinfer_jax.cache.snapshot import (
     pending_name,
     section_names,
     slot_name,
+    snapshot_bytes,
     unpack,
     unpack_blocks,
     unpack_slot,
@@ -125,6 +126,7 @@ def test_every_bit_arrives_in_rings_of_any_length(numerics, case, seed):
     meta = meta_of(form, computed, length, floor=floor, decoder_floor=decoder_floor, held=held)
     blocks, slot, snapshot = packed(form, meta, seed=seed)
     assert list(snapshot) == section_names(meta, form)
+    assert sum(map(len, snapshot.values())) == snapshot_bytes(meta, form)
     got_meta, got_blocks, got_slot = unpack(snapshot, rings, form, TOKEN_MAP, fill=np.nan)
     assert got_meta == meta
     assert_arrived(form, meta, blocks, slot, got_blocks, got_slot, rings)
