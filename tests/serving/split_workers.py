@@ -3,24 +3,20 @@
 import asyncio
 import contextlib
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from deepinfer_jax.async_engine import AsyncEngine
 from deepinfer_jax.request import Logprob
 from serving.answer_stream import AnswerReader
-from serving.arrivals import Arrivals
 from serving.event_messages import delta_event, finished_event
 from serving.events import Collector, Finished
 from serving.generate_call import GenerateCall
-from serving.grpc_transport import GrpcTransport
-from serving.held_state import HeapStorage
 from serving.inference import InferenceService
-from serving.kv_transport import KvFetcher
 from serving.model_info import model_info
 from serving.prefill_worker import HoldingSettings, PrefillWorker
 from serving.proto.deepinfer.v1 import inference_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from serving.receiving import ReceivingSettings, receiving
 from serving.request_messages import generate_message
 from serving.server import Server
 from serving.state_pulls import PullSettings
@@ -136,7 +132,7 @@ def describe(engine, **more):
 
 
 @contextlib.asynccontextmanager
-async def served(services, guard=None):
+async def served(services):
     """The target of a server of some services."""
     server = Server(services)
     port = await server.start("127.0.0.1:0")
@@ -153,32 +149,41 @@ async def split(
     decoder="off",
     *,
     sender=built,
-    storage=HeapStorage,
     holding=None,
-    transports=None,
+    shared=None,
     pulls=PULLS,
+    changes=lambda transports: transports,
     wrap=lambda services: services,
-    **changes,
+    **more,
 ):
-    """Two workers, which hold nothing at the end. ``wrap`` may change what the prefill worker serves."""
-    first, second = fresh_engine(numerics, decoder, build=sender), fresh_engine(numerics, decoder, build=receiver)
-    with AsyncEngine(first) as prefill_engine, AsyncEngine(second) as decode_engine, ThreadPoolExecutor(2) as opener:
+    """Two workers, which hold nothing at the end.
+
+    ``shared``: directory of shared files; ``changes`` may replace transports, ``wrap`` what the prefill worker serves.
+    """
+    first = fresh_engine(numerics, decoder, build=sender, **more)
+    second = fresh_engine(numerics, decoder, build=receiver)
+    holding = dataclasses.replace(holding or HoldingSettings(), shared=shared)
+    taking = ReceivingSettings(pulls=pulls, shared=shared)
+    with AsyncEngine(first) as prefill_engine, AsyncEngine(second) as decode_engine:
         info = describe(first, worker="prefill", role="prefill")
-        worker = PrefillWorker(prefill_engine, first.config, first.settings, info, holding, storage)
-        pull = GrpcTransport(second.receiver.form, pulls)
-        fetcher = KvFetcher([pull] if transports is None else transports(pull))
-        arrivals = Arrivals(second.receiver, second.settings.replay, fetcher, pull.release, opener)
-        info = describe(second, worker="decode", role="decode", kv_handles=True)
-        answers = InferenceService(decode_engine, info, arrivals=arrivals)
-        async with worker, served(wrap(worker.services())) as prefill_target, served([answers.service()]) as target:
+        worker = PrefillWorker(prefill_engine, first.config, first.settings, info, holding)
+        async with (
+            receiving(second.receiver, second.settings.replay, taking, changes=changes) as arrivals,
+            worker,
+            served(wrap(worker.services())) as prefill_target,
+        ):
             worker.advertise([f"grpc://{prefill_target}"])
-            workers = Split(prefill_engine, decode_engine, worker, arrivals, prefill_target, target)
-            try:
-                yield workers
-                await workers.settled()
-            finally:
-                await workers.close()
-                await arrivals.close()
+            info = describe(second, worker="decode", role="decode", kv_handles=True)
+            answers = InferenceService(decode_engine, info, arrivals=arrivals)
+            async with served([answers.service()]) as target:
+                workers = Split(prefill_engine, decode_engine, worker, arrivals, prefill_target, target)
+                try:
+                    yield workers
+                    await workers.settled()
+                finally:
+                    await workers.close()
+        if shared is not None:
+            assert list(shared.iterdir()) == []
 
 
 __all__ = ["ENCODER_ONLY", "FULL", "GenerateCall", "HoldingSettings", "Split", "Whole", "split"]

@@ -1,4 +1,4 @@
-"""A prompt computed by one worker and answered by another, over gRPC, is what one engine gives, bit for bit.
+"""A prompt computed by one worker and answered by another is what one engine gives, bit for bit, by every transport.
 
 Deterministic execution, replay mode exact; numerics and decoder replay as named. The two engines have other pools,
 slots, ring lengths and tiles. Requests run at once, and their states are fetched while they are computed.
@@ -8,13 +8,13 @@ import asyncio
 import dataclasses
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.request import Request, SamplingParams
 from serving.generate_call import GenerateCall
 from tests.deepinfer_jax.test_engine_machine import FIELDS, alone, stream
-from tests.running_engines import KEEP, encoder
+from tests.running_engines import KEEP, built, encoder
 from tests.serving.split_workers import ENCODER_ONLY, FULL, split
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -61,15 +61,24 @@ def compare(numerics, decoder, mode, drawn, handed="grpc", **how):
         assert_same(whole, wanted, handed)
 
 
-@pytest.mark.parametrize(("numerics", "decoder"), [("f32", "off"), ("f32", "compact"), ("f32q", "compact")])
-@settings(max_examples=4, phases=[Phase.generate])
+@pytest.fixture(params=["grpc", "shm"])
+def handed(request, tmp_path):
+    """Settings of both workers for a transport."""
+    return {"handed": request.param, "shared": tmp_path if request.param == "shm" else None}
+
+
+ONCE = settings(max_examples=3, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize(("numerics", "decoder"), [("f32", "off"), ("f32q", "compact")])
+@ONCE
 @given(drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 70), DRAWN), min_size=1, max_size=5))
-def test_a_prompt_and_its_answer_on_two_workers_are_those_of_one_engine(numerics, decoder, drawn):
-    compare(numerics, decoder, FULL, drawn)
+def test_a_prompt_and_its_answer_on_two_workers_are_those_of_one_engine(handed, numerics, decoder, drawn):
+    compare(numerics, decoder, FULL, drawn, **handed)
 
 
-@pytest.mark.parametrize("numerics", ["f32", "f32q"])
-@settings(max_examples=4, phases=[Phase.generate])
+@pytest.mark.parametrize(("numerics", "sender"), [("f32", encoder), ("f32q", built)])
+@ONCE
 @given(drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(KEEP + 1, 70), DRAWN), min_size=1, max_size=5))
-def test_half_a_model_computes_prompts_for_a_whole_one(numerics, drawn):
-    compare(numerics, "compact", ENCODER_ONLY, drawn, sender=encoder)
+def test_half_a_model_computes_prompts_for_a_whole_one(handed, numerics, sender, drawn):
+    compare(numerics, "compact", ENCODER_ONLY, drawn, sender=sender, **handed)
