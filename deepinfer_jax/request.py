@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from types import MappingProxyType
 from typing import Any
 
 from deepinfer_jax.config import ModelConfig
@@ -78,7 +77,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = MappingProxyType({})
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
