@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
@@ -42,6 +43,7 @@ from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.store_traffic import StoreTraffic
 from deepinfer_jax.text.stop_strings import StopMatcher
 from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
+from deepinfer_jax.tracing import Tracer
 
 _SEED_BITS = 63
 
@@ -110,6 +112,7 @@ class Engine:
         self._running: dict[int, Sequence] = {}
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
+        self._tracer = Tracer()
         self._steps = 0
         # Steps behind which nothing was to run when they were read.
         self.drained_steps: set[int] = set()
@@ -257,15 +260,31 @@ class Engine:
         """Wait until the blocks of everything that was read have reached the store."""
         self._traffic.flush()
 
+    def trace(self, directory: Path, steps: int) -> None:
+        """Write a profile of the next ``steps`` steps to a directory, in the format of ``jax.profiler``.
+
+        It ends early where the engine has nothing more to do, or is closed.
+
+        Raises:
+          InputError: fewer steps than one, or the trace before has not ended.
+        """
+        self._tracer.want(directory, steps)
+
     def close(self) -> None:
-        """End the store's thread, which gives up what it has not done; see :meth:`flush`. The engine can go on."""
+        """End the store's thread, which gives up what it has not done, and a trace. The engine can go on.
+
+        See :meth:`flush`.
+        """
         self._traffic.close()
+        self._tracer.end()
 
     # The loop.
 
     def step(self) -> list[Output]:
         """One turn: dispatch the next step, then read the one before. Returns what became known."""
         begin = time.thread_time()
+        if self.busy:
+            self._tracer.begin(self._steps + 1)
         self._expire()
         for sequence in self._admissions.admit(self._running.values()):
             self._running[sequence.id] = sequence
@@ -280,6 +299,7 @@ class Engine:
             self.recorder.read(self._flying.number, self._results.take(self._flying))
             # Blocks must be on their way off the device before others may have them.
             self._traffic.turn(idle=following is None)
+            self._tracer.read(self._flying.number)
         self._flying = following
         for sequence in self._results.ended():
             self._leave(sequence)
@@ -287,6 +307,8 @@ class Engine:
         self._observe(time.thread_time() - begin)
         if self._flying is None and not self._running and not self._results.pending:
             self._traffic.rest()
+        if self._flying is None and not self._running and not self._admissions.count:
+            self._tracer.idle()
         return self._results.news()
 
     def _expire(self) -> None:
@@ -367,7 +389,8 @@ class Engine:
     def _dispatch(self, assembled: Assembled) -> StepRecord:
         self._steps += 1
         self.recorder.dispatched(self._steps, assembled.shape, assembled.step, assembled.choices)
-        flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
+        with self._tracer.step(self._steps):
+            flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
         record = StepRecord(self._steps, assembled, flight)
         self._results.prepare(record)
         for entry in assembled.entries:
