@@ -87,19 +87,15 @@ def choose_shape(shards: Items[Items[Chunk]], shapes: Items[StepShape]) -> StepS
 
 
 def _fits(chunks: Items[Chunk], shape: StepShape) -> bool:
-    singles = [chunk for chunk in chunks if len(chunk.tokens) == 1]
-    longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-    if shape.decode_rows:
-        if len(singles) > shape.decode_rows:
-            return False
-    else:
-        longer += singles
-    if not longer:
-        return True
-    if not shape.tile_rows:
+    # Steps without tiles take no image embeddings.
+    if not shape.prefill_tiles and any(chunk.image_embeddings is not None for chunk in chunks):
         return False
-    tiles = sum(-(-len(chunk.tokens) // shape.tile_rows) for chunk in longer)
-    kept = sum(-(-kept_tokens(chunk) // shape.tile_rows) for chunk in longer)
+    singles = [chunk for chunk in chunks if len(chunk.tokens) == 1]
+    tiled = [*singles[shape.decode_rows :], *(chunk for chunk in chunks if len(chunk.tokens) > 1)]
+    if not tiled or not shape.tile_rows:
+        return not tiled
+    tiles = sum(-(-len(chunk.tokens) // shape.tile_rows) for chunk in tiled)
+    kept = sum(-(-kept_tokens(chunk) // shape.tile_rows) for chunk in tiled)
     return tiles <= shape.prefill_tiles and (shape.kept_tiles is None or kept <= shape.kept_tiles)
 
 
