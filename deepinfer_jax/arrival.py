@@ -45,6 +45,8 @@ class Arrival:
             behind, or one that an exact engine must not take.
         """
         meta = self.meta
+        if request.params.n > 1:
+            raise InputError("n", request.params.n, "1 where state comes", "send one request for each branch")
         tokens = (*request.prompt, *request.answer)
         for name, found, wanted in (
             ("tokens", meta.tokens, tokens),

@@ -27,7 +27,7 @@ from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
-from deepinfer_jax.handover import Handover
+from deepinfer_jax.handover import Handover, check_handover
 from deepinfer_jax.load import EngineLoad, engine_load
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import packing_seconds, recomputes, suspend
@@ -140,17 +140,10 @@ class Engine:
           OverloadError: too many requests wait.
         """
         self.check(request)
-        params, cut = request.params, None
-        if encoder_only:
-            cut = self._encoder_rows(request, handover)
-        elif self.settings.encoder_only:
-            raise InputError("encoder_only", False, "True, as this engine has no decoder layers", "use another engine")
+        params, replay = request.params, self.settings.replay
+        cut = check_handover(request, replay, handover, encoder_only=encoder_only, half=self.settings.encoder_only)
         if arrival is not None:
-            arrival.check(request, bounded=self.settings.replay.mode == "bounded")
-        if params.n > 1 and (arrival is not None or handover is not None):
-            raise InputError("n", params.n, "1 where state comes or goes", "send one request for each branch")
-        if handover is not None and params.max_tokens <= len(request.answer):
-            raise InputError("max_tokens", params.max_tokens, "at least one new token where state is handed over")
+            arrival.check(request, bounded=replay.mode == "bounded")
         if self._admissions.count + params.n > self.settings.max_waiting:
             accepted = f"at most max_waiting {self.settings.max_waiting}"
             raise OverloadError("waiting requests", self._admissions.count + params.n, accepted, "try again later")
@@ -180,19 +173,6 @@ class Engine:
         self._admissions.add(branches)
         return number
 
-    def _encoder_rows(self, request: Request, handover: Handover | None) -> int:
-        """Rows of a prompt that end before the decoder layers."""
-        rows = self.settings.replay.decoder_floor(len(request.prompt))
-        if self.settings.replay.decoder != "compact":
-            accepted = "False, as decoder layers keep all rows here"
-            raise InputError("encoder_only", True, accepted, "use an engine of replay.decoder compact")
-        if handover is None or request.params.prompt_logprobs is not None:
-            raise InputError("encoder_only", True, "True where state is handed over, and no prompt_logprobs are wanted")
-        if not rows:
-            accepted = f"more than the {self.settings.replay.keep} that decoder layers keep"
-            raise InputError("prompt", f"{len(request.prompt)} tokens", accepted)
-        return rows
-
     def check(self, request: Request) -> None:
         """Refuse what cannot be served, before anything is queued.
 
@@ -214,7 +194,7 @@ class Engine:
         """End all branches of a request, wherever they are; their last news come with the next step."""
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             if sequence.request_id == request_id and sequence.finish_reason is None:
-                self._end(sequence, reason)
+                self._results.end(sequence, reason)
 
     def generate(
         self, requests: Items[Request], *, progress: Callable[[int], None] = lambda tokens: None
@@ -316,7 +296,7 @@ class Engine:
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             deadline = sequence.request.deadline
             if deadline is not None and now - sequence.arrival > deadline and sequence.finish_reason is None:
-                self._end(sequence, "deadline")
+                self._results.end(sequence, "deadline")
 
     def _plan(self) -> Assembled | None:
         self._make_room()
@@ -400,9 +380,6 @@ class Engine:
             self._admissions.passed(sequence)
         self.metrics.steps.inc()
         return record
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        self._results.end(sequence, reason)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back everything of a sequence that ended."""
