@@ -13,14 +13,14 @@ from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.numerics import NUMERICS_NAMES
 from deepinfer_jax.replay import Replay
 from deepinfer_jax.settings import EngineSettings
-from serving.addresses import check_address, split_address
+from serving.addresses import check_address, is_unspecified, split_address
 from serving.tables import read_table, write_table
 
 ROLES = ("all", "prefill", "decode", "gateway")
 PREFILL_WAYS = ("full", "encoder_only", "none")
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
-TRANSPORTS = ("shm", "jax", "grpc")
+TRANSPORTS = ("grpc",)
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -137,16 +137,24 @@ class KvSection:
 
     Attributes:
         lease_seconds: how long a prefill worker holds state that nobody fetches.
+        held_bytes: of states that a prefill worker holds together; beyond them prompts are refused.
+        held_states: the same, as a number of states.
+        arriving_bytes: of states that a decode worker fetches together.
+        lanes: connections from a decode worker to a prefill worker.
         chunk_bytes: of a message, 65,536 to 2,097,152.
-        transports: ways to fetch state, best first: shm (shared memory of one host), jax (JAX's transfer engine), grpc.
+        transports: ways to fetch state, best first: grpc.
     """
 
     lease_seconds: float = 45.0
+    held_bytes: int = 4 << 30
+    held_states: int = 1024
+    arriving_bytes: int = 4 << 30
+    lanes: int = 2
     chunk_bytes: int = 1 << 20
-    transports: tuple[str, ...] = ("shm", "grpc")
+    transports: tuple[str, ...] = ("grpc",)
 
     def __post_init__(self) -> None:
-        _check_positive(self, "lease_seconds")
+        _check_positive(self, "lease_seconds", "held_bytes", "held_states", "arriving_bytes", "lanes")
         if not 1 << 16 <= self.chunk_bytes <= 1 << 21:
             raise ConfigError("chunk_bytes", self.chunk_bytes, "65,536 to 2,097,152")
         for number, transport in enumerate(self.transports):
@@ -217,6 +225,9 @@ class Configuration:
         if self.server.role == "all" and self.gateway.workers:
             accepted = "no workers, as a process of role all is its own"
             raise ConfigError("gateway.workers", self.gateway.workers, accepted, "use role gateway")
+        if self.server.role == "prefill" and not self.server.advertise and is_unspecified(self.server.listen):
+            accepted = "HOST:PORT at which decode workers reach this one, as it listens on all addresses"
+            raise ConfigError("server.advertise", "", accepted)
         if self.engine.encoder_only and self.server.role != "prefill":
             raise ConfigError("engine.encoder_only", True, f"false for role {self.server.role}")
         decoder = self.engine.replay.decoder

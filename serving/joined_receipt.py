@@ -48,8 +48,9 @@ def join_receipts(
 
 def _joined(timing: Timing, prefill: Timing) -> Timing:
     """Times of a whole answer; queue and prefill are those of the prompt's worker."""
+    whole = None if prefill.total is None else prefill.total - (prefill.queue or 0.0)
     return dataclasses.replace(
         timing,
         queue=timing.queue if prefill.queue is None else prefill.queue,
-        prefill=timing.prefill if prefill.prefill is None else prefill.prefill,
+        prefill=whole if prefill.prefill is None else prefill.prefill,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from serving.errors import ContractError, ServingError
+from serving.errors import ContractError, ServingError, error_of
 from serving.event_messages import prompt_logprobs_event
 from serving.events import PromptLogprobs
 from serving.generate_call import GenerateCall
@@ -16,6 +16,8 @@ from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvHandle
 from serving.request_messages import generate_message
 from serving.status import Metadata, error_from
 from serving.workers import Place
+
+_REQUEST = "request."
 
 
 class PrefillRun:
@@ -89,7 +91,7 @@ class PrefillRun:
             if self.done is None:
                 raise ContractError("the stream ended without done")
         except grpc.RpcError as error:
-            self.error = error_from(error)
+            self.error = _of_request(error_from(error))
         except ServingError as error:
             self.error = error
             self._stream.cancel()
@@ -115,3 +117,13 @@ class PrefillRun:
         if self.cached is None:
             self.cached = cached
             self.place.cached(cached)
+
+
+def _of_request(error: ServingError) -> ServingError:
+    """An error about a field as the caller of the gateway knows it, who has sent no ``PrefillRequest``."""
+    field = error.metadata.get("field", "")
+    name = field.removeprefix(_REQUEST)
+    if name == field:
+        return error
+    message = error.message.replace(field, name, 1)
+    return error_of(error.code, message, error.reason, dict(error.metadata) | {"field": name}, error.retry_after)

@@ -40,6 +40,8 @@ _ELSEWHERE = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+# A decode worker that refuses a request, or is gone, has not given the state back.
+_LEAVES_STATE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 # A reader that is too slow for one worker is too slow for all.
 _NOWHERE = frozenset({"READER_TOO_SLOW"})
 
@@ -100,7 +102,7 @@ class RoutedAnswer:
         self._prefill: PrefillRun | None = None
         self._decode: DecodeRun | None = None
         self._prefilled: ServedReceipt | None = None
-        self._failed_prefill, self._failed_decode = set[str](), set[str]()
+        self._failed_prefill, self._failed_decode, self._lost_state = set[str](), set[str](), set[str]()
         self._last_error: ServingError | None = None
         self._calls = self._failures = self._failovers = 0
         self._aborted = False
@@ -171,8 +173,8 @@ class RoutedAnswer:
                     raise run.error
             if prefill.cached is not None:
                 await transcript.start(prefill.cached, place.worker.name, self._fingerprint)
-            for scores in prefill.prompt_logprobs():
-                await transcript.scores(scores)
+                for scores in prefill.prompt_logprobs():
+                    await transcript.scores(scores)
             if prefill.done is not None:
                 break
             await self._news.wait()
@@ -329,13 +331,20 @@ class RoutedAnswer:
         if side == "prefill":
             self._failed_prefill.add(worker.address)
             self._drop_prefill()
-        elif isinstance(error, StateError):
-            # The state is lost or damaged; that is not the fault of who wanted it.
-            if prefill is not None:
-                self._failed_prefill.add(prefill.place.worker.address)
+        elif isinstance(error, StateError) and prefill is not None:
+            # That the state is lost or damaged is not the fault of who wanted it.
+            self._blame(prefill.place.worker.address, error)
             self._drop_prefill()
         else:
             self._failed_decode.add(worker.address)
+            if error.code not in _LEAVES_STATE:
+                self._drop_prefill()
+
+    def _blame(self, address: str, error: ServingError) -> None:
+        """Do without a prefill worker whose state is no good; one whose state was lost may compute it once more."""
+        if error.reason != "KV_EXPIRED" or address in self._lost_state:
+            self._failed_prefill.add(address)
+        self._lost_state.add(address)
 
     def _note(self, error: ServingError, side: str, worker: Worker) -> None:
         if error.code is grpc.StatusCode.UNAVAILABLE:

@@ -60,6 +60,11 @@ class Workers:
             asyncio.create_task(self._repeat(self._poll, self._settings.poll_seconds)),
         ]
 
+    async def found(self) -> None:
+        """Wait until there is one that answers."""
+        while self.info is None:
+            await asyncio.sleep(self._settings.poll_seconds)
+
     async def close(self) -> None:
         """End all connections."""
         for task in self._tasks:

@@ -9,12 +9,12 @@ import threading
 from deepinfer_jax.async_engine import AsyncEngine
 from serving.async_client import AsyncClient
 from serving.channels import RetryPolicy
-from serving.configuration import GatewaySection
+from serving.configuration import GatewaySection, KvSection
 from serving.gateway import GatewayService
-from serving.inference import InferenceService
 from serving.model_info import model_info
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from serving.server import Server, Service
+from serving.worker_services import WorkerServices, worker_services
 from serving.workers import Workers
 from tests.running_engines import built, fresh_engine
 
@@ -64,6 +64,7 @@ class EngineWorker:
     address: str
     engine: AsyncEngine
     throttle: Throttle
+    parts: WorkerServices
 
     async def stop(self):
         await self.server.stop(0)
@@ -75,8 +76,10 @@ class EngineWorker:
         def held(engine):
             return (engine.busy, engine.books.used_blocks, engine.books.used_slots)
 
+        names = ("deepinfer_kv_held_states", "deepinfer_kv_held_bytes", "deepinfer_kv_arriving_bytes")
         for _ in range(200):
-            if await self.engine.call(held) == (False, 0, 0):
+            kept = [registry.get_sample_value(name) for registry in self.parts.registries for name in names]
+            if await self.engine.call(held) == (False, 0, 0) and not any(kept):
                 return True
             await asyncio.sleep(0.02)
         return False
@@ -91,15 +94,20 @@ async def engine_worker(name, *, role="all", decoder="off", build=built, **chang
         model="tiny",
         weights_id="",
         numerics="f32",
-        fingerprint=bytes(32),
+        fingerprint=inner.receiver.form.fingerprint,
         stop_strings=False,
         worker=name,
         role=role,
+        kv_handles=role == "decode",
     )
     throttle, engine = Throttle(inner), AsyncEngine(inner)
     try:
-        async with serving(InferenceService(engine, info).service(), worker=name) as (server, address):
-            yield EngineWorker(server, address, engine, throttle)
+        async with (
+            worker_services(inner, engine, info, KvSection()) as parts,
+            serving(*parts.services, worker=name) as (server, address),
+        ):
+            parts.advertise([f"grpc://{address}"])
+            yield EngineWorker(server, address, engine, throttle, parts)
     finally:
         throttle.allow(math.inf)
         await asyncio.to_thread(engine.close)

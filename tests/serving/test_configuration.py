@@ -56,7 +56,11 @@ def test_a_file_is_read_and_overrides_win(tmp_path) -> None:
         ({"gateway": {"attempts": 0}}, "'gateway.attempts' is 0; accepted: above 0"),
         ({"gateway": {"deadline_margin": -0.1}}, "'gateway.deadline_margin' is -0.1"),
         ({"kv": {"chunk_bytes": 1}}, "65,536 to 2,097,152"),
-        ({"kv": {"transports": ["shm"]}}, "a list that has grpc"),
+        ({"kv": {"transports": []}}, "a list that has grpc"),
+        (
+            {"server": {"role": "prefill", "listen": "0.0.0.0:1", "allow_plaintext": True}},
+            "'server.advertise' is ''; accepted: HOST:PORT at which decode workers reach this one",
+        ),
         ({"kv": {"transports": ["grpc", "tcp"]}}, "'kv.transports[1]' is 'tcp'"),
         ({"metrics": {"listen": "0.0.0.0:1"}}, "'metrics.listen' is '0.0.0.0:1'"),
         ({"logging": {"level": "loud"}}, "'logging.level' is 'loud'"),

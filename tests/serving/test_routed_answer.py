@@ -151,12 +151,14 @@ def test_another_decode_worker_fetches_the_same_state():
 def test_lost_state_is_computed_again_before_the_first_token():
     one, two = (prefill_worker(f"p{place}", [ACCEPTED, ENCODED], keep=20) for place in (1, 2))
     two.load.queued_tokens = 50
-    decode = decode_worker("d", [refusal("KV_EXPIRED", "gone")], [STARTED, tokens(5, 6, 7, 8), ended("d")], keep=20)
+    lost, well = [refusal("KV_EXPIRED", "gone")], [STARTED, tokens(5, 6, 7, 8), ended("d")]
+    decode = decode_worker("d", lost, lost, well, keep=20)
     answer = ask(one, two, decode, prefill="encoder_only")
     assert answer.tokens == (5, 6, 7, 8)
-    assert [len(worker.prefilled) for worker in (one, two)] == [1, 1]
+    # Once more on the same worker; then it is the worker that is at fault.
+    assert [len(worker.prefilled) for worker in (one, two)] == [2, 1]
     assert one.prefilled[0].mode == types_pb2.PREFILL_MODE_ENCODER_ONLY
-    assert (one.released, two.released) == (["k1"], [])
+    assert (one.released, two.released) == (["k1", "k1"], [])
 
 
 def test_behind_the_first_token_lost_state_is_computed_where_the_answer_goes_on():
