@@ -30,15 +30,11 @@ DETERMINISTIC_ROWS = 8
 
 @struct.dataclass
 class Advanced:
-    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps.
-
-    ``finite``: of all rows, whether what the last layers get is.
-    """
+    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps."""
 
     state: State
     hidden: Float[Array, "rows hidden"]
     draft_taps: Float[Array, "targets rows hidden"]
-    finite: Bool[Array, " all_rows"]
 
 
 def advance(
@@ -99,7 +95,7 @@ def _advance(
         keys = context_keys(params.draft, output.draft_taps, ends, config, numerics)
         source = store_context(keys, ends, source, config)
     assert isinstance(source, PagedSource)
-    return Advanced(source.state, output.hidden, output.draft_taps, output.finite)
+    return Advanced(source.state, output.hidden, output.draft_taps)
 
 
 def _advance_in_tiles(
@@ -125,37 +121,35 @@ def _advance_in_tiles(
         start = tile * DETERMINISTIC_ROWS
         part = _tile_rows(padded, start)
 
-        def through(state: State) -> tuple[State, Array, Array, Array]:
+        def through(state: State) -> tuple[State, Array, Array]:
             ends = None if keeping is None else keeping.tile(part, start)
             done = _advance(params, state, part, ends, block_tables, config, numerics, exchange)
-            return done.state, done.hidden, done.draft_taps, done.finite
+            return done.state, done.hidden, done.draft_taps
 
-        def encoder_only(state: State) -> tuple[State, Array, Array, Array]:
-            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
+        def encoder_only(state: State) -> tuple[State, Array, Array]:
+            source = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
             assert isinstance(source, PagedSource)
             nothing = jnp.zeros((DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype)
-            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype), finite
+            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype)
 
         if keeping is None:
-            state, hidden, draft_taps, finite = through(carry.state)
+            state, hidden, draft_taps = through(carry.state)
         else:
-            state, hidden, draft_taps, finite = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
+            state, hidden, draft_taps = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
         return Advanced(
             state=state,
             hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, hidden, start, 0),
             draft_taps=jax.lax.dynamic_update_slice_in_dim(carry.draft_taps, draft_taps, start, 1),
-            finite=jax.lax.dynamic_update_slice_in_dim(carry.finite, finite, start, 0),
         )
 
     initial = Advanced(
         state=state,
         hidden=jnp.zeros((tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
         draft_taps=jnp.zeros((targets, tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
-        finite=jnp.ones(tiles * DETERMINISTIC_ROWS, bool),
     )
     done = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
     ends = jnp.arange(count) if kept is None else jnp.maximum(kept.index, 0)
-    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends], done.finite[:count])
+    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends])
 
 
 def encode_in_tiles(
@@ -165,31 +159,25 @@ def encode_in_tiles(
     block_tables: Int[Array, "slots blocks"],
     config: ModelConfig,
     numerics: Numerics,
-) -> tuple[State, Bool[Array, " rows"]]:
+) -> State:
     """As :func:`_advance_in_tiles` where no row goes through the decoder layers."""
     count = rows.tokens.shape[0]
     tiles = max(2, -(-count // DETERMINISTIC_ROWS))
     padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
     used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
 
-    def one_tile(tile: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
-        start = tile * DETERMINISTIC_ROWS
-        part = _tile_rows(padded, start)
+    def one_tile(tile: Array, state: State) -> State:
+        part = _tile_rows(padded, tile * DETERMINISTIC_ROWS)
 
-        def encoder_only(state: State) -> tuple[State, Array]:
-            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics)
+        def encoder_only(state: State) -> State:
+            source = encode(params, part, PagedSource(state, block_tables), config, numerics)
             assert isinstance(source, PagedSource)
-            return source.state, finite
+            return source.state
 
         # A branch here as in the whole model, where it is a choice: the compiler rounds otherwise without one.
-        state, finite = jax.lax.cond(
-            jnp.any(part.valid), encoder_only, lambda state: (state, jnp.ones(DETERMINISTIC_ROWS, bool)), carry[0]
-        )
-        return state, jax.lax.dynamic_update_slice_in_dim(carry[1], finite, start, 0)
+        return jax.lax.cond(jnp.any(part.valid), encoder_only, lambda state: state, state)
 
-    initial = (state, jnp.ones(tiles * DETERMINISTIC_ROWS, bool))
-    state, finite = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
-    return state, finite[:count]
+    return jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, state)
 
 
 @struct.dataclass

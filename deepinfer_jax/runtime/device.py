@@ -99,7 +99,10 @@ def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSetti
 
 @struct.dataclass
 class Stepped:
-    """What comes of a step: its samples, and of every slot of all shards whether its rows are finite, bool."""
+    """What comes of a step.
+
+    ``sampled``: of all shards. ``finite``: of all rows of all shards, whether what a row put into the pages is finite.
+    """
 
     sampled: Sampled
     finite: Any

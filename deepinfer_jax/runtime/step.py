@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.exchange import LOCAL, Exchange
-from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.source import PagedSource
 from deepinfer_jax.model.transformer import Model, encode, logits
 from deepinfer_jax.numerics import Numerics
@@ -48,14 +47,14 @@ def forward_step(
     scored: int = 0,
     deterministic: bool = False,
     exchange: Exchange = LOCAL,
-) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "kept hidden"], Bool[Array, " rows"]]:
     """First half of a step.
 
     ``previous`` are the tokens that the step before sampled.
 
     Returns:
       The rows' state, the hidden states to sample behind, those of all kept rows, filled up to ``scored`` rows, and of
-      every slot whether its rows are finite.
+      every row whether what it put into the pages is finite.
     """
     rows = step.batch.to_rows(previous)
     kept = step.batch.to_kept(rows)
@@ -68,7 +67,7 @@ def forward_step(
         advanced.state,
         advanced.hidden[jnp.asarray(step.samples)],
         jnp.pad(advanced.hidden, ((0, missing), (0, 0))),
-        _by_slot(advanced.finite, rows, step.block_tables.shape[0]),
+        PagedSource(advanced.state, tables).finite_entries(rows),
     )
 
 
@@ -81,29 +80,23 @@ def encode_step(
     numerics: Numerics,
     *,
     deterministic: bool = False,
-) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "kept hidden"], Bool[Array, " rows"]]:
     """As :func:`forward_step` for a model's encoder side: no row goes further, and no hidden state means anything."""
     rows = step.batch.to_rows(previous)
     tables = jnp.asarray(step.block_tables)
     if deterministic:
-        state, finite = encode_in_tiles(params, state, rows, tables, config, numerics)
+        state = encode_in_tiles(params, state, rows, tables, config, numerics)
     else:
-        source, finite = encode(params, rows, PagedSource(state, tables), config, numerics)
+        source = encode(params, rows, PagedSource(state, tables), config, numerics)
         assert isinstance(source, PagedSource)
         state = source.state
     nothing = jnp.zeros((step.samples.shape[0], config.hidden_size), numerics.dtype)
-    return state, nothing, nothing, _by_slot(finite, rows, tables.shape[0])
+    return state, nothing, nothing, PagedSource(state, tables).finite_entries(rows)
 
 
 def no_logits(params: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocabulary"]:
     """In place of the output head where there is none."""
     return jnp.zeros((hidden.shape[0], params.embedding.shape[0]))
-
-
-def _by_slot(finite: Bool[Array, " rows"], rows: Rows, slots: int) -> Bool[Array, " slots"]:
-    """Whether all rows of each slot are finite."""
-    failed = rows.valid & ~finite
-    return ~jnp.zeros(slots, bool).at[jnp.where(failed, rows.slots, slots)].set(True, mode="drop")
 
 
 def sample_step(
