@@ -15,9 +15,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 
-import numpy as np
-from jaxtyping import Int
-
 from deepinfer_jax.admission import Admissions
 from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.assembly import Assembled, Part, assemble
@@ -61,7 +58,6 @@ class Engine:
         form: StateFormat,
         costs: Mapping[StepShape, float],
         store: BlockStore | None = None,
-        token_map: Int[np.ndarray, " vocabulary"] | None = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +70,6 @@ class Engine:
           form: how the state is cut into records when it leaves the device, and its fingerprint.
           costs: seconds of each step shape, as far as they are known.
           store: where finished blocks go and prefix hits continue.
-          token_map: compressed id of every token id, for a model with Engram.
           tokenizer: for texts and stop strings.
           clock: seconds, steady.
         """
@@ -89,7 +84,7 @@ class Engine:
             fingerprint=form.fingerprint,
         )
         fill = math.nan if settings.poison else 0.0
-        self.receiver = Receiver(form, device.rings, token_map, fill)
+        self.receiver = Receiver(form, device.rings, device.token_map, fill)
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)

@@ -20,7 +20,6 @@ from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parallel.spread_engine import empty_shards, spread
 from deepinfer_jax.runtime.device import Device, StepSettings, local_functions
-from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.runtime.sampler import Counts
 from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.text.tokenizer import Tokenizer
@@ -92,7 +91,6 @@ def build_engine(
         )
         return empty if place is None else place(*empty)
 
-    token_map = None if params.token_map is None else InFlight(params.token_map).read()
     device = Device(
         params,
         fresh,
@@ -112,6 +110,5 @@ def build_engine(
         form=form,
         costs=costs,
         store=store,
-        token_map=token_map,
         tokenizer=tokenizer,
     )

@@ -261,6 +261,12 @@ class Device:
         return self._transfer.block_planes
 
     @property
+    def token_map(self) -> Int[np.ndarray, " vocabulary"] | None:
+        """Compressed id of every token id, on the host, for a model with Engram."""
+        table = self._params.token_map
+        return None if table is None else InFlight(table).read()
+
+    @property
     def rings(self) -> Rings:
         """Ring lengths of a slot."""
         window = getattr(self._state.window, "scale", self._state.window)

@@ -52,7 +52,7 @@ def fresh_engine(*, blocks: int = SETTINGS.blocks, **changes) -> Engine:
     first = built()
     first._device.reset()
     settings = dataclasses.replace(SETTINGS, **changes)
-    return Engine(first._device, first.config, settings, blocks=blocks, fingerprint=bytes(32), costs=first._costs)
+    return Engine(first._device, first.config, settings, blocks=blocks, form=first.receiver.form, costs=first._costs)
 
 
 def image(stop: int = STOP, digest: bytes = b"picture", scale: float = 1.0) -> ImageSpan:
