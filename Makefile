@@ -5,7 +5,7 @@ PYTHON ?=
 ARGUMENTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint mutants aot clean
+.PHONY: help demo test test-all lint mutants campaign aot clean
 
 # Shell functions, run by the recipes with `eval`. They report on standard error and print their result.
 define SETUP
@@ -83,7 +83,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
-	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run or to the compiles."
+	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run, the campaign or the compiles."
 
 demo: ## serve the small trained model by three processes, and stream answers from them over gRPC
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
@@ -110,6 +110,10 @@ lint: ## check style, format and types
 mutants: ## break the code on purpose, one place at a time, and see that the tests notice
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
 	"$$environment/bin/python" -m tests.mutants $(ARGUMENTS)
+
+campaign: ## load an engine with random requests for 20 minutes; nothing may grow, leak or compile
+	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
+	"$$environment/bin/python" -m tests.campaigns.random_load $(ARGUMENTS)
 
 aot: ## compile the released size for TPU, GPU and CPU meshes, in an environment of its own (1 GB of compilers)
 	@eval "$$SETUP"; environment=$$(environments first aot) || exit 1; \
