@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from deepinfer_jax.arrival import Arrival, Receiver, insert
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache.blocks import Hit
 from deepinfer_jax.checkpoints import Checkpoints, Fork
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.metrics import Metrics
-from deepinfer_jax.preemption import resume
+from deepinfer_jax.preemption import Leaving
 from deepinfer_jax.replay import Replay, restart
 from deepinfer_jax.runtime.choices import ChoiceTable
 from deepinfer_jax.runtime.device import Device
@@ -36,8 +37,10 @@ class Admissions:
         settings: EngineSettings,
         metrics: Metrics,
         traffic: StoreTraffic,
+        receiver: Receiver,
     ) -> None:
         self._device, self._books, self._table, self._checkpoints = device, books, table, checkpoints
+        self._receiver = receiver
         self._config, self._settings, self._metrics, self._traffic = config, settings, metrics, traffic
         self._waiting: dict[int, Sequence] = {}
         # Branches of a request wait for the end of its prompt, which the first one runs.
@@ -57,7 +60,8 @@ class Admissions:
         """Queue a new request."""
         first, *others = branches
         self._waiting[first.id] = first
-        self._traffic.ask(first)
+        if first.suspended is None:
+            self._traffic.ask(first)
         if others:
             self._branches[first.request_id] = others
 
@@ -68,8 +72,8 @@ class Admissions:
     def settle(self) -> None:
         """Bring what gave way to the host; the device has run everything before it by now."""
         for sequence in self._waiting.values():
-            if sequence.suspended is not None:
-                sequence.suspended.settle()
+            if isinstance(sequence.suspended, Leaving):
+                sequence.suspended = sequence.suspended.pack(sequence, self._receiver.form)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that ended. Branches whose prompt nobody runs any more run it themselves."""
@@ -128,7 +132,7 @@ class Admissions:
         return seated
 
     def _describe(self, sequence: Sequence) -> Waiting:
-        blocks, shard = self._books.blocks_for(len(sequence.tokens)), None
+        blocks, shard = self._books.blocks_for(sequence.stop), None
         fork = self._forks.get(sequence.id)
         if fork is not None:
             blocks, shard = blocks - len(fork.blocks), fork.shard
@@ -154,10 +158,11 @@ class Admissions:
         return seated
 
     def _resume(self, sequence: Sequence, shard: int) -> bool:
-        """Where it gave way: the snapshot's blocks in their order, as many as it had."""
-        if not self._books.seat(sequence, shard, [], self._books.blocks_for(len(sequence.tokens))):
+        """Where it gave way, here or in another engine."""
+        if not self._books.seat(sequence, shard, [], self._books.blocks_for(sequence.stop)):
             return False
-        resume(sequence, sequence.suspended, self._device, self._books)
+        state = sequence.suspended
+        insert(sequence, state if isinstance(state, Arrival) else self._receiver.open(state), self._device, self._books)
         sequence.suspended = None
         return True
 
@@ -193,7 +198,7 @@ class Admissions:
         if sequence.preemptions and replay.mode == "bounded":
             adopts = False
         hit = books.find(sequence, shard, bounded=replay.mode == "bounded") if adopts else Hit((), ())
-        if not books.seat(sequence, shard, list(hit.blocks), books.blocks_for(len(sequence.tokens))):
+        if not books.seat(sequence, shard, list(hit.blocks), books.blocks_for(sequence.stop)):
             books.pool.release(shard, hit.blocks)
             return False
         stored = self._traffic.behind(sequence, hit)

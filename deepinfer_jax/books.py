@@ -62,8 +62,8 @@ class Books:
         return sequence.keys
 
     def find(self, sequence: Sequence, shard: int, *, bounded: bool) -> Hit:
-        """The cached beginning of a sequence, retained; its last token is always computed."""
-        full = (len(sequence.tokens) - 1) // self.block_tokens
+        """The cached beginning of a sequence, retained; the last token that is run here is always computed."""
+        full = (sequence.stop - 1) // self.block_tokens
         return self.pool.match(shard, self.identify(sequence)[:full], self.block_tokens, bounded=bounded)
 
     def seat(self, sequence: Sequence, shard: int, held: list[int], blocks: int) -> bool:

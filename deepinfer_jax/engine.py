@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from pathlib import Path
 
 from deepinfer_jax.admission import Admissions
+from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.assembly import Assembled, Part, assemble
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache.records import StateFormat
@@ -21,8 +24,10 @@ from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
+from deepinfer_jax.handover import Handover, check_handover
+from deepinfer_jax.load import EngineLoad, engine_load
 from deepinfer_jax.metrics import Metrics
-from deepinfer_jax.preemption import recomputes, suspend
+from deepinfer_jax.preemption import packing_seconds, recomputes, suspend
 from deepinfer_jax.recorder import Recorder
 from deepinfer_jax.request import Completion, Output, Request
 from deepinfer_jax.results import Results, StepRecord
@@ -35,6 +40,7 @@ from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.store_traffic import StoreTraffic
 from deepinfer_jax.text.stop_strings import StopMatcher
 from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
+from deepinfer_jax.tracing import Tracer
 
 _SEED_BITS = 63
 
@@ -49,23 +55,21 @@ class Engine:
         settings: EngineSettings,
         *,
         blocks: int,
-        fingerprint: bytes,
+        form: StateFormat,
         costs: Mapping[StepShape, float],
         store: BlockStore | None = None,
-        form: StateFormat | None = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use :func:`deepinfer_jax.engine_build.build_engine`, which makes all of this from a model.
 
         Args:
-          device: warmed up.
+          device: warmed up, or not: then steps are compiled when they are first needed.
           config, settings: of the model and of the engine.
           blocks: of each shard's pools.
-          fingerprint: of the state.
-          costs: seconds of each step shape.
+          form: how the state is cut into records when it leaves the device, and its fingerprint.
+          costs: seconds of each step shape, as far as they are known.
           store: where finished blocks go and prefix hits continue.
-          form: how blocks travel to the store, with the same fingerprint.
           tokenizer: for texts and stop strings.
           clock: seconds, steady.
         """
@@ -77,36 +81,64 @@ class Engine:
             block_tokens=settings.block_tokens,
             tables_width=settings.tables_width(config),
             n_shards=settings.n_shards,
-            fingerprint=fingerprint,
+            fingerprint=form.fingerprint,
         )
+        fill = math.nan if settings.poison else 0.0
+        self.receiver = Receiver(form, device.rings, device.token_map, fill)
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)
         self._traffic = StoreTraffic(device, self.books, settings, self.metrics, clock, store, form)
         self._admissions = Admissions(
-            device, self.books, self._table, self._checkpoints, config, settings, self.metrics, self._traffic
+            device,
+            self.books,
+            self._table,
+            self._checkpoints,
+            config,
+            settings,
+            self.metrics,
+            self._traffic,
+            self.receiver,
         )
         self._results = Results(
-            device, self.books, self._checkpoints, settings, self.metrics, self._traffic, fingerprint.hex(), clock
+            device, self.books, self._checkpoints, settings, self.metrics, self._traffic, form.fingerprint, clock
         )
+        self._packing_seconds = packing_seconds(form)
         self._running: dict[int, Sequence] = {}
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
+        self._tracer = Tracer()
         self._steps = 0
         # Steps behind which nothing was to run when they were read.
         self.drained_steps: set[int] = set()
 
     # Requests.
 
-    def submit(self, request: Request) -> int:
+    def submit(
+        self,
+        request: Request,
+        *,
+        arrival: Arrival | None = None,
+        handover: Handover | None = None,
+        encoder_only: bool = False,
+    ) -> int:
         """Queue a request. Returns its number, which its news carry.
 
+        Args:
+          request: what is asked for.
+          arrival: its state so far, as :attr:`receiver` opened it.
+          handover: where its state goes; the request ends with its first token then.
+          encoder_only: hand over before the first row that decoder layers keep; no token comes.
+
         Raises:
-          InputError: the request cannot be served by this model or engine.
+          InputError: the request cannot be served by this model or engine, or the state is not the request's.
           OverloadError: too many requests wait.
         """
         self.check(request)
-        params = request.params
+        params, replay = request.params, self.settings.replay
+        cut = check_handover(request, replay, handover, encoder_only=encoder_only, half=self.settings.encoder_only)
+        if arrival is not None:
+            arrival.check(request, bounded=replay.mode == "bounded")
         if self._admissions.count + params.n > self.settings.max_waiting:
             accepted = f"at most max_waiting {self.settings.max_waiting}"
             raise OverloadError("waiting requests", self._admissions.count + params.n, accepted, "try again later")
@@ -123,10 +155,15 @@ class Engine:
                 seed=branch_seed(seed, branch),
                 arrival=now,
                 ends=frozenset(ends),
-                tokens=list(request.prompt),
+                tokens=[*request.prompt, *request.answer],
+                handover=handover,
+                cut=cut,
             )
             if self._tokenizer is not None:
                 sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
+                sequence.matcher.push(sequence.stream.push(request.answer))
+            if arrival is not None:
+                arrival.begin(sequence, self.settings.block_tokens)
             branches.append(sequence)
         self._admissions.add(branches)
         return number
@@ -137,8 +174,8 @@ class Engine:
         Raises:
           InputError: names the value and what is accepted.
         """
+        request.check(self.config)
         params = request.params
-        params.check(request.prompt, self.config)
         if params.stop and self._tokenizer is None:
             raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
         total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
@@ -147,21 +184,12 @@ class Engine:
         if self.books.blocks_for(total) > self.books.pool.blocks:
             room = self.books.pool.blocks * self.settings.block_tokens
             raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")
-        if request.deadline is not None and not request.deadline > 0:
-            raise InputError("deadline", request.deadline, "seconds above 0")
-        if request.images and self.config.vision is None:
-            raise InputError("images", len(request.images), "none, as this model has no vision")
-        for span in request.images:
-            if not 0 <= span.start < span.stop <= len(request.prompt):
-                raise InputError(
-                    "image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}"
-                )
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End all branches of a request, wherever they are; their last news come with the next step."""
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             if sequence.request_id == request_id and sequence.finish_reason is None:
-                self._end(sequence, reason)
+                self._results.end(sequence, reason)
 
     def generate(
         self, requests: Items[Request], *, progress: Callable[[int], None] = lambda tokens: None
@@ -199,23 +227,46 @@ class Engine:
         """Whether anything waits, runs or is on its way to a caller; blocks may still be on theirs to the store."""
         return bool(self._admissions.count or self._running or self._flying or self._results.pending)
 
+    def load(self) -> EngineLoad:
+        """How busy it is between two steps."""
+        return engine_load(self._admissions.sequences(), self._running.values(), self.books)
+
     def flush(self) -> None:
         """Wait until the blocks of everything that was read have reached the store."""
         self._traffic.flush()
 
+    def trace(self, directory: Path, steps: int) -> None:
+        """Write a profile of the next ``steps`` steps to a directory, in the format of ``jax.profiler``.
+
+        It ends early where the engine has nothing more to do, or is closed.
+
+        Raises:
+          InputError: fewer steps than one, or the trace before has not ended.
+        """
+        self._tracer.want(directory, steps)
+
     def close(self) -> None:
-        """End the store's thread, which gives up what it has not done; see :meth:`flush`. The engine can go on."""
+        """End the store's thread, which gives up what it has not done, and a trace. The engine can go on.
+
+        See :meth:`flush`.
+        """
         self._traffic.close()
+        self._tracer.end()
 
     # The loop.
 
     def step(self) -> list[Output]:
         """One turn: dispatch the next step, then read the one before. Returns what became known."""
         begin = time.thread_time()
+        if self.busy:
+            self._tracer.begin(self._steps + 1)
         self._expire()
         for sequence in self._admissions.admit(self._running.values()):
             self._running[sequence.id] = sequence
         assembled = self._plan()
+        if assembled is not None and self._flying is not None and not self._device.ready(assembled.shape):
+            # A compilation would hold back what is on its way already.
+            assembled = None
         following = None if assembled is None else self._dispatch(assembled)
         if self._flying is not None:
             if following is None:
@@ -223,6 +274,7 @@ class Engine:
             self.recorder.read(self._flying.number, self._results.take(self._flying))
             # Blocks must be on their way off the device before others may have them.
             self._traffic.turn(idle=following is None)
+            self._tracer.read(self._flying.number)
         self._flying = following
         for sequence in self._results.ended():
             self._leave(sequence)
@@ -230,6 +282,8 @@ class Engine:
         self._observe(time.thread_time() - begin)
         if self._flying is None and not self._running and not self._results.pending:
             self._traffic.rest()
+        if self._flying is None and not self._running and not self._admissions.count:
+            self._tracer.idle()
         return self._results.news()
 
     def _expire(self) -> None:
@@ -237,7 +291,7 @@ class Engine:
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             deadline = sequence.request.deadline
             if deadline is not None and now - sequence.arrival > deadline and sequence.finish_reason is None:
-                self._end(sequence, "deadline")
+                self._results.end(sequence, "deadline")
 
     def _plan(self) -> Assembled | None:
         self._make_room()
@@ -246,7 +300,7 @@ class Engine:
                 sequence.id,
                 sequence.shard,
                 sequence.computed,
-                max(sequence.length, sequence.computed),
+                max(sequence.stop, sequence.computed),
                 sequence.served,
                 sequence.request.priority,
             )
@@ -254,7 +308,8 @@ class Engine:
             if sequence.wants_step
         ]
         settings = self.settings
-        room = Room(settings.decode_rows[-1], settings.prefill_tiles[-1], settings.rows_per_tile)
+        decode_rows = 0 if settings.encoder_only else settings.decode_rows[-1]
+        room = Room(decode_rows, settings.prefill_tiles[-1], settings.rows_per_tile)
         parts = [self._part(self._running[piece.id], piece.start, piece.count) for piece in plan_step(running, room)]
         if not parts:
             return None
@@ -269,13 +324,13 @@ class Engine:
     @staticmethod
     def _part(sequence: Sequence, start: int, count: int) -> Part:
         last = start + count == sequence.length
-        return Part(sequence, start, count, last and sequence.generated < sequence.request.params.max_tokens)
+        return Part(sequence, start, count, last and sequence.generated < sequence.limit)
 
     def _make_room(self) -> None:
         """Blocks for every running sequence's next row; where there are none, one gives way."""
         order = sorted(self._running.values(), key=lambda sequence: (-sequence.request.priority, sequence.id))
         for sequence in order:
-            while sequence.wants_step and not self.books.grow(sequence, sequence.length):
+            while sequence.wants_step and not self.books.grow(sequence, sequence.stop):
                 rivals = [
                     Running(other.id, other.shard, other.computed, other.length, other.served, other.request.priority)
                     for other in self._running.values()
@@ -300,14 +355,17 @@ class Engine:
         self._admissions.return_to(sequence)
 
     def _rates(self) -> tuple[float, float]:
-        """Seconds of a prefill row, and of a block's way to the host and back."""
+        """Seconds of a prefill row, and of a block's way to the host and back; 0 where they were not measured."""
+        if not self._costs:
+            return 0.0, 0.0
         prefill = max(self._costs, key=lambda shape: shape.rows)
-        return self._costs[prefill] / prefill.rows, self._device.block_seconds
+        return self._costs[prefill] / prefill.rows, self._device.block_seconds + self._packing_seconds
 
     def _dispatch(self, assembled: Assembled) -> StepRecord:
         self._steps += 1
         self.recorder.dispatched(self._steps, assembled.shape, assembled.step, assembled.choices)
-        flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
+        with self._tracer.step(self._steps):
+            flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
         record = StepRecord(self._steps, assembled, flight)
         self._results.prepare(record)
         for entry in assembled.entries:
@@ -318,9 +376,6 @@ class Engine:
         self.metrics.steps.inc()
         return record
 
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        self._results.end(sequence, reason)
-
     def _leave(self, sequence: Sequence) -> None:
         """Give back everything of a sequence that ended."""
         self._admissions.drop(sequence)
@@ -329,7 +384,6 @@ class Engine:
         self._running.pop(sequence.id, None)
 
     def _unseat(self, sequence: Sequence) -> None:
-        self._traffic.unseat(sequence)
         slot, freed = self.books.unseat(sequence)
         if self.settings.poison:
             self._device.poison(freed, [slot])

@@ -66,4 +66,4 @@ def run_again(steps: Iterable[RecordedStep], device: Device) -> list[np.ndarray]
     They equal the recorded ones if the device stands where the first of the steps began, and nothing but steps was
     dispatched in between.
     """
-    return [device.dispatch(step.shape, step.step, step.choices).read().tokens for step in steps]
+    return [device.dispatch(step.shape, step.step, step.choices).read().sampled.tokens for step in steps]

@@ -11,10 +11,13 @@ import numpy as np
 from deepinfer_jax.assembly import Assembled, Entry
 from deepinfer_jax.books import Books
 from deepinfer_jax.checkpoints import Checkpoints
+from deepinfer_jax.errors import InputError
 from deepinfer_jax.metrics import Metrics
+from deepinfer_jax.preemption import describe
 from deepinfer_jax.request import Logprob, Output
 from deepinfer_jax.runtime.device import Device
 from deepinfer_jax.runtime.inflight import InFlight
+from deepinfer_jax.runtime.transfer import batches
 from deepinfer_jax.sequence import Sequence
 from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.store_traffic import StoreTraffic
@@ -22,13 +25,26 @@ from deepinfer_jax.store_traffic import StoreTraffic
 
 @dataclasses.dataclass
 class StepRecord:
-    """A dispatched step: what ran, and what is on its way. ``windows``: by sequence, those held at a boundary."""
+    """A dispatched step: what ran, and what is on its way.
+
+    By sequence, ``windows`` are those held at a boundary, and ``handed`` what is handed over.
+    """
 
     number: int
     assembled: Assembled
-    sampled: InFlight
+    stepped: InFlight
     scores: InFlight | None = None
     windows: dict[int, tuple[int, InFlight]] = dataclasses.field(default_factory=dict)
+    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Handed:
+    """``count`` blocks on their way out of the device, and the slot where the state is complete."""
+
+    count: int
+    blocks: list[InFlight]
+    slot: InFlight | None
 
 
 class Results:
@@ -42,7 +58,7 @@ class Results:
         settings: EngineSettings,
         metrics: Metrics,
         traffic: StoreTraffic,
-        fingerprint: str,
+        fingerprint: bytes,
         clock: Callable[[], float],
     ) -> None:
         self._device, self._books, self._checkpoints = device, books, checkpoints
@@ -83,11 +99,14 @@ class Results:
             sequence, stop = entry.sequence, entry.start + entry.count
             if self._holds_windows(sequence, stop):
                 record.windows[sequence.id] = (stop, self._device.read_slot(self._books.number(sequence)))
+            if sequence.handover is not None:
+                record.handed[sequence.id] = self._handed(entry)
             self._count_rows(entry)
 
     def take(self, record: StepRecord) -> Any:
         """Read a step and act on it. Returns what it sampled."""
-        sampled = record.sampled.read()
+        stepped = record.stepped.read()
+        sampled = stepped.sampled
         scores = None if record.scores is None else record.scores.read()
         now = self._clock()
         if self._last_read is not None:
@@ -100,22 +119,28 @@ class Results:
             if sequence.finish_reason is not None:
                 self._metrics.wasted_rows.inc(entry.count)
                 continue
-            if entry.place is not None and not sampled.finite[entry.place]:
-                self.end(sequence, "error", error="the model's scores are not finite")
+            refused = _not_finite(entry, stepped)
+            if refused is not None:
+                self.end(sequence, "error", error=refused)
                 continue
             # One that gave way by recomputation begins anew, without a slot.
             if sequence.slot is not None or sequence.suspended is not None:
                 sequence.confirmed = max(sequence.confirmed, entry.start + entry.count)
             if scores is not None and self._scores(entry):
                 self._collect(entry, scores)
+            handed = record.handed.get(sequence.id)
+            if handed is not None and handed.slot is None and sequence.handover is not None:
+                blocks = [part.read() for part in handed.blocks]
+                sequence.handover.add(blocks, handed.count, sequence.hit_tokens)
             if entry.place is not None:
-                self._accept(sequence, entry.place, sampled, now)
+                self._accept(sequence, entry.place, sampled, now, handed)
+            elif handed is not None and handed.slot is not None:
+                self._complete(sequence, handed)
+                self.end(sequence, "handover")
             elif sequence.request.params.max_tokens == 0 and entry.start + entry.count == sequence.prompt_length:
                 self.end(sequence, "length")
             if sequence.slot is not None:
                 self._publish(sequence, record)
-                if entry.place is not None:
-                    self._traffic.confirm(sequence)
         return sampled
 
     def end(
@@ -131,6 +156,8 @@ class Results:
     ) -> None:
         """End a sequence, with its last news."""
         sequence.finish_reason = reason
+        if sequence.handover is not None:
+            sequence.handover.fail(reason)
         if sequence.matcher is not None and sequence.stream is not None and sequence.matcher.found is None:
             text += sequence.matcher.push(sequence.stream.finish()) + sequence.matcher.finish()
         self._metrics.finished.labels(reason).inc()
@@ -146,21 +173,27 @@ class Results:
                 finish_reason=reason,
                 matched=matched,
                 error=error,
-                receipt=sequence.receipt(self._fingerprint),
+                receipt=sequence.receipt(self._fingerprint.hex()),
             )
         )
 
-    def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float) -> None:
+    def _accept(self, sequence: Sequence, place: int, sampled: Any, now: float, handed: Handed | None) -> None:
         token, params = int(sampled.tokens[place]), sequence.request.params
+        first = sequence.last_token is None
         self._time(sequence, now)
         if token in sequence.ends:
             self.end(sequence, "stop", matched=token)
             return
-        sequence.tokens.append(token)
-        self._metrics.generated_tokens.inc()
         text = ""
         if sequence.stream is not None and sequence.matcher is not None:
-            text = sequence.matcher.push(sequence.stream.push([token]))
+            try:
+                text = sequence.matcher.push(sequence.stream.push([token]))
+            except InputError as refused:
+                # The vocabulary of the model may be larger than that of its tokenizer.
+                self.end(sequence, "error", error=str(refused))
+                return
+        sequence.tokens.append(token)
+        self._metrics.generated_tokens.inc()
         logprobs: tuple[Logprob, ...] = ()
         if params.logprobs is not None:
             logprobs = (_logprob(token, place, sampled, params.logprobs),)
@@ -169,6 +202,10 @@ class Results:
             self.end(sequence, "stop", tokens=(token,), text=text, logprobs=logprobs, matched=found)
         elif len(sequence.tokens) - sequence.prompt_length == params.max_tokens:
             self.end(sequence, "length", tokens=(token,), text=text, logprobs=logprobs)
+        elif sequence.handover is not None:
+            assert handed is not None
+            self._complete(sequence, handed)
+            self.end(sequence, "handover", tokens=(token,), text=text, logprobs=logprobs)
         else:
             self._news.append(
                 Output(
@@ -178,8 +215,30 @@ class Results:
                     text,
                     logprobs,
                     self._prompt_logprobs(sequence),
+                    receipt=sequence.receipt(self._fingerprint.hex()) if first else None,
                 )
             )
+
+    def _complete(self, sequence: Sequence, handed: Handed) -> None:
+        """Give away what makes a state complete."""
+        assert sequence.handover is not None
+        assert handed.slot is not None
+        blocks, meta = [part.read() for part in handed.blocks], describe(sequence, self._fingerprint)
+        sequence.handover.complete(blocks, handed.count, meta, handed.slot.read())
+
+    def _handed(self, entry: Entry) -> Handed:
+        """Begin to read the blocks that a step completes, and at the last token everything else."""
+        sequence, stop = entry.sequence, entry.start + entry.count
+        paged, last = max(stop, sequence.restart.held), entry.place is not None or stop == sequence.cut
+        full = self._books.blocks_for(paged) if last else paged // self._books.block_tokens
+        blocks = sequence.blocks[sequence.handed : full]
+        sequence.handed = max(sequence.handed, full)
+        numbers = self._books.block_numbers(sequence.shard, blocks)
+        return Handed(
+            len(blocks),
+            [self._device.read_blocks(part) for part in batches(numbers)],
+            self._device.read_slot(self._books.number(sequence)) if last else None,
+        )
 
     def _time(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token is None:
@@ -189,7 +248,7 @@ class Results:
         sequence.last_token = now
 
     def _publish(self, sequence: Sequence, record: StepRecord) -> None:
-        self._traffic.hold(sequence, self._books.publish(sequence))
+        self._traffic.save(sequence.shard, self._books.publish(sequence))
         boundary, windows = record.windows.get(sequence.id, (0, None))
         count = boundary // self._books.block_tokens
         if windows is not None and len(sequence.keys) >= count:
@@ -242,6 +301,15 @@ class Results:
         if self._settings.replay.decoder == "compact":
             kept = min(entry.count, max(0, stop - sequence.restart.decoder_floor))
         self._metrics.decoder_rows.inc(kept)
+
+
+def _not_finite(entry: Entry, stepped: Any) -> str | None:
+    """What a step gave for a sequence that must not be used. NaN in the pages need not show in any score."""
+    if not stepped.finite[entry.first_row : entry.first_row + entry.count].all():
+        return "the model's cached keys are not finite"
+    if entry.place is not None and not stepped.sampled.finite[entry.place]:
+        return "the model's scores are not finite"
+    return None
 
 
 def _logprob(token: int, place: int, sampled: Any, most: int) -> Logprob:

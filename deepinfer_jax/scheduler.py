@@ -93,13 +93,16 @@ class Admission:
 
 
 def plan_step(running: Sequence[Running], room: Room) -> list[Piece]:
-    """The pieces of one step: every request at most once, decodes first, then prefill tiles in turns."""
+    """The pieces of one step: every request at most once, decodes first, then prefill tiles in turns.
+
+    Where a step has no decode rows, single tokens take tiles.
+    """
     pieces: list[Piece] = []
     for shard in sorted({request.shard for request in running}):
         here = [request for request in running if request.shard == shard and request.length > request.start]
-        decodes = _in_turn(request for request in here if request.decodes)
+        decodes = _in_turn(request for request in here if request.decodes and room.decode_rows)
         pieces += [Piece(request.id, request.start, 1) for request in decodes[: room.decode_rows]]
-        pieces += _prefill(_in_turn(request for request in here if not request.decodes), room)
+        pieces += _prefill(_in_turn(request for request in here if request not in decodes), room)
     return pieces
 
 

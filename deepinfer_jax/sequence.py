@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.handover import Handover
 from deepinfer_jax.replay import Restart
 from deepinfer_jax.request import Logprob, Receipt, Request
 from deepinfer_jax.text.stop_strings import StopMatcher
@@ -34,10 +35,13 @@ class Sequence:
         served: the last step that ran any of its rows.
         passed: how often later requests were admitted before it.
         preemptions: how often it gave way.
-        hit_tokens, stored_tokens, computed_rows, replayed_rows: see :class:`Receipt`.
+        hit_tokens, stored_tokens, received_tokens, computed_rows, replayed_rows: see :class:`Receipt`.
         finish_reason: why it ended; None while it goes on.
         last_token: when its last token came.
-        suspended: its state while it has given way.
+        suspended: its state while it is off the device: ``Leaving``, a ``Snapshot``, or an ``Arrival``.
+        handover: where its state goes; it ends with its first token then, or behind ``cut`` tokens.
+        cut: tokens that are run here; the others run where the state goes. None for all.
+        handed: blocks that are on their way there.
         prompt_scores, scores_given: log-probabilities of prompt tokens by position, and whether the caller has them.
     """
 
@@ -66,11 +70,15 @@ class Sequence:
     preemptions: int = 0
     hit_tokens: int = 0
     stored_tokens: int = 0
+    received_tokens: int = 0
     computed_rows: int = 0
     replayed_rows: int = 0
     finish_reason: str | None = None
     last_token: float | None = None
     suspended: Any = None
+    handover: Handover | None = None
+    cut: int | None = None
+    handed: int = 0
     prompt_scores: dict[int, Logprob] = dataclasses.field(default_factory=dict)
     scores_given: bool = False
 
@@ -85,16 +93,29 @@ class Sequence:
         return len(self.tokens) + self.on_way
 
     @property
+    def stop(self) -> int:
+        """Tokens that are run here as far as is known, with the one on its way."""
+        return self.length if self.cut is None else self.cut
+
+    @property
     def generated(self) -> int:
         """Generated tokens, with the one on its way."""
         return self.length - self.prompt_length
+
+    @property
+    def limit(self) -> int:
+        """Tokens after which it ends, if nothing ends it before."""
+        most = self.request.params.max_tokens
+        return most if self.handover is None else min(most, len(self.request.answer) + 1)
 
     @property
     def wants_step(self) -> bool:
         """Whether it has rows to run: not when the token on its way is its last by count."""
         if self.finish_reason is not None or self.slot is None:
             return False
-        return self.generated < self.request.params.max_tokens or self.computed < self.prompt_length
+        if self.cut is not None:
+            return self.computed < self.cut
+        return self.generated < self.limit or self.computed < self.prompt_length
 
     def image_rows(self, start: int, stop: int) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Image marks and embeddings of the tokens ``start`` to ``stop``; None where no image reaches in."""
@@ -115,6 +136,7 @@ class Sequence:
             seed=self.seed,
             hit_tokens=self.hit_tokens,
             stored_tokens=self.stored_tokens,
+            received_tokens=self.received_tokens,
             replays=self.restart.replays,
             computed_tokens=self.computed_rows,
             replayed_tokens=self.replayed_rows,

@@ -36,7 +36,7 @@ class _Named:
 class StoreTraffic:
     """What an engine saves to a store and what it hopes to get from one; without a store, nothing.
 
-    A block is saved once a sample of its request that was taken behind it has been read and found finite.
+    A block is saved once the step that filled it has been read and found finite.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class StoreTraffic:
                 most_found=books.n_shards * books.pool.blocks,
             )
         self._lookups: dict[int, tuple[Lookup, float]] = {}
-        self._named: dict[int, list[_Named]] = {}
         self._finite: list[_Named] = []
         self._flying: list[tuple[list[_Named], InFlight]] = []
 
@@ -76,7 +75,7 @@ class StoreTraffic:
         request = sequence.request
         if self._worker is None or not request.read_cache or request.params.prompt_logprobs is not None:
             return
-        keys = self._books.identify(sequence)[: (len(sequence.tokens) - 1) // self._books.block_tokens]
+        keys = self._books.identify(sequence)[: (sequence.stop - 1) // self._books.block_tokens]
         if keys:
             lookup = self._worker.look_up(keys)
             self._lookups[sequence.id] = lookup, self._clock() + self._settings.store_patience
@@ -136,22 +135,13 @@ class StoreTraffic:
 
     # To the store.
 
-    def hold(self, sequence: Sequence, named: list[tuple[int, ChainKey, Replays]]) -> None:
-        """Remember blocks of a sequence that have just been named."""
-        if self._worker is None or not named:
+    def save(self, shard: int, named: list[tuple[int, ChainKey, Replays]]) -> None:
+        """Blocks of a shard that have just been named, whose content is finite."""
+        if self._worker is None:
             return
-        held = self._named.setdefault(sequence.id, [])
         for block, key, replays in named:
-            (number,) = self._books.block_numbers(sequence.shard, [block])
-            held.append(_Named(number, key, replays))
-
-    def confirm(self, sequence: Sequence) -> None:
-        """A sample behind everything that was held for a sequence is finite."""
-        self._finite += self._named.pop(sequence.id, [])
-
-    def unseat(self, sequence: Sequence) -> None:
-        """A sequence loses its blocks; those that were not confirmed are not saved."""
-        self._named.pop(sequence.id, None)
+            (number,) = self._books.block_numbers(shard, [block])
+            self._finite.append(_Named(number, key, replays))
 
     def turn(self, *, idle: bool) -> None:
         """Behind a step that was read: take the blocks read from the device, and begin to read those just confirmed.
@@ -179,7 +169,6 @@ class StoreTraffic:
             self._worker.close()
         self._worker = None
         self._lookups.clear()
-        self._named.clear()
 
     def _collect(self) -> None:
         flying, self._flying = self._flying, []

@@ -3,12 +3,16 @@
 import dataclasses
 import functools
 
+import jax
+
 from deepinfer_jax.bench.model import draw_weights
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.records import StateFormat
+from deepinfer_jax.checkpoint.subset import encoder_only
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.engine_build import build_engine
+from deepinfer_jax.model.params import Parameter
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.replay import Replay
@@ -47,15 +51,39 @@ def built(numerics: str, decoder: str) -> Engine:
 
 
 @functools.cache
+def receiver(numerics: str, decoder: str) -> Engine:
+    """An engine of the same model with other pools, slots, rings and tiles."""
+    config, chosen, params = tiny_model(numerics)
+    settings = dataclasses.replace(
+        SETTINGS, replay=Replay("exact", decoder, KEEP), slots=2, blocks=17, decode_rows=(2,), tile_rows=8, max_drafts=5
+    )
+    return build_engine(params, config, chosen, settings)
+
+
+@functools.cache
+def encoder(numerics: str, decoder: str) -> Engine:
+    """An engine that has the encoder side of the model alone."""
+    config, chosen, params = tiny_model(numerics)
+    half = jax.tree.map(
+        lambda item, leaf: leaf if encoder_only(item, config) else None,
+        Model.describe(config),
+        params,
+        is_leaf=lambda item: isinstance(item, Parameter),
+    )
+    settings = dataclasses.replace(SETTINGS, replay=Replay("exact", decoder, KEEP), encoder_only=True)
+    return build_engine(half, config, chosen, settings)
+
+
+@functools.cache
 def state_format(numerics: str, fingerprint: bytes = bytes(32)) -> StateFormat:
     config, chosen, _ = tiny_model(numerics)
     form = StateFormat.of("", config, chosen, PageLayout.of(config, BLOCK_TOKENS))
     return dataclasses.replace(form, fingerprint=fingerprint)
 
 
-def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, **changes) -> Engine:
+def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, build=built, **changes) -> Engine:
     """A new engine over an empty, NaN-filled state. Settings that change no shape may be changed."""
-    first = built(numerics, decoder)
+    first = build(numerics, decoder)
     first._device.reset()
     mode = changes.pop("mode", "exact")
     settings = dataclasses.replace(first.settings, replay=Replay(mode, decoder, KEEP), **changes)
@@ -64,11 +92,10 @@ def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, **
         first._device,
         first.config,
         settings,
-        blocks=SETTINGS.blocks,
-        fingerprint=bytes(32),
+        blocks=first.books.pool.blocks,
+        form=state_format(numerics),
         costs=first._costs,
         store=store,
-        form=state_format(numerics),
         **more,
     )
 

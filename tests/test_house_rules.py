@@ -11,7 +11,7 @@ import pytest
 from deepinfer_jax.errors import CheckpointError, ConfigError, DeepInferError, InputError, SnapshotError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LIBRARIES = ("deepinfer_jax", "pallas_kernels")
+LIBRARIES = ("deepinfer_jax", "pallas_kernels", "serving")
 REQUIRED = {
     "README.md",
     "deepinfer_jax",
@@ -26,6 +26,7 @@ REQUIRED = {
 }
 ROOMS = {"deepinfer_jax", "pallas_kernels", "serving", "tests", "docs", "examples"}
 BUILD_PRODUCTS = re.compile(r"build|dist|.*\.egg-info|__pycache__")
+GENERATED = re.compile(r".*_pb2(_grpc)?\.pyi?")
 TEXT_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".proto", ".sh", ".cfg", ".ini", ".yaml", ".yml"}
 MAXIMUM_LINES = 600
 
@@ -40,13 +41,14 @@ FORBIDDEN = {
 
 
 def text_files() -> Iterator[Path]:
-    """Every text file that people wrote: the rooms and the top level, without data and caches."""
+    """Every text file that people wrote: the rooms and the top level, without data, caches and generated modules."""
     yield from (path for path in REPOSITORY.iterdir() if path.suffix in TEXT_SUFFIXES or path.name == "Makefile")
     yield from (path for path in (REPOSITORY / ".ci").iterdir() if path.is_file())
     for room in sorted(ROOMS):
         for path in sorted((REPOSITORY / room).rglob("*")):
             parts = path.relative_to(REPOSITORY).parts
-            if path.suffix in TEXT_SUFFIXES and parts[:2] != ("tests", "data") and path.is_file():
+            written = path.suffix in TEXT_SUFFIXES and path.is_file() and not GENERATED.fullmatch(path.name)
+            if written and parts[:2] != ("tests", "data"):
                 yield path
 
 
@@ -57,7 +59,7 @@ def identifier(path: Path) -> str:
 every_text_file = pytest.mark.parametrize("path", list(text_files()), ids=identifier)
 every_library_module = pytest.mark.parametrize(
     "path",
-    [path for library in LIBRARIES for path in sorted((REPOSITORY / library).rglob("*.py"))],
+    [path for path in text_files() if path.suffix == ".py" and path.relative_to(REPOSITORY).parts[0] in LIBRARIES],
     ids=identifier,
 )
 

@@ -82,6 +82,11 @@ RULES = (
         reason="the engine drives the runtime, never the other way",
     ),
     Rule(
+        scope=("serving.client", "serving.async_client"),
+        forbidden=("jax", "jaxlib", "flax"),
+        reason="clients start without loading what computes",
+    ),
+    Rule(
         scope=("deepinfer_jax",),
         forbidden=("serving",),
         reason="the library does not know its servers",
@@ -221,6 +226,11 @@ VIOLATIONS = {
     "runtime package imports the engine, relatively": {
         "deepinfer_jax.runtime": "from ..engine import Engine",
         "deepinfer_jax.runtime.step": "",
+    },
+    "a client reaches jax": {
+        "serving.client": "from serving.generate_call import GenerateCall",
+        "serving.generate_call": "from deepinfer_jax.engine import Engine",
+        "deepinfer_jax.engine": "import jax",
     },
     "library imports serving": {"deepinfer_jax.metrics": "import serving.gateway"},
 }

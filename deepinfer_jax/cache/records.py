@@ -55,6 +55,12 @@ class SlotPlanes(NamedTuple):
     history: Any
 
 
+def block_count(planes: Any) -> int:
+    """How many blocks ``BlockPlanes`` of arrays are of."""
+    count: int = getattr(planes.main, "scale", planes.main).shape[0]
+    return count
+
+
 def map_rows(function: Callable[..., Any], *rows: Any) -> Any:
     """``function`` over rows that may be packed: then over their planes, one after the other.
 

@@ -90,10 +90,18 @@ def split(content: bytes | memoryview) -> list[memoryview]:
     """
     rest, found = memoryview(content), []
     while rest:
-        size = _FIELDS.unpack(rest[: _FIELDS.size])[4] + HEADER_BYTES if len(rest) >= HEADER_BYTES else len(rest)
+        size = stated_bytes(rest) or len(rest)
         found.append(rest[:size])
         rest = rest[size:]
     return found
+
+
+def stated_bytes(content: bytes | memoryview) -> int | None:
+    """Bytes of the section that content begins with, as it says itself; None where it is too short to say."""
+    if len(content) < HEADER_BYTES:
+        return None
+    size: int = _FIELDS.unpack(content[: _FIELDS.size])[4]
+    return size + HEADER_BYTES
 
 
 def _checksum(name: str, fields: bytes | memoryview, payload: bytes | memoryview) -> bytes:

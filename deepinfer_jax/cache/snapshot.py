@@ -24,8 +24,8 @@ import numpy as np
 from jaxtyping import Int
 
 from deepinfer_jax.cache.blocks import EXACT, Replays
-from deepinfer_jax.cache.records import BlockPlanes, SlotPlanes, StateFormat, put_rows, take_rows
-from deepinfer_jax.cache.sections import Section, open_section, seal
+from deepinfer_jax.cache.records import BlockPlanes, SlotPlanes, StateFormat, block_count, put_rows, take_rows
+from deepinfer_jax.cache.sections import HEADER_BYTES, Section, open_section, seal
 from deepinfer_jax.errors import SnapshotError
 
 Snapshot = Mapping[str, bytes | memoryview]
@@ -181,6 +181,16 @@ def section_names(meta: SnapshotMeta, form: StateFormat) -> list[str]:
     ]
 
 
+def snapshot_bytes(meta: SnapshotMeta, form: StateFormat) -> int:
+    """Bytes of all sections of a complete snapshot, without making them."""
+    blocks, pending = form.layout.blocks_for(meta.paged), len(_open_groups(meta, form))
+    entries = sum(meta.paged // ratio for ratio in form.layout.ratios)
+    keys = sum(meta.computed - _window_start(meta, layer, form) for layer in range(form.layers))
+    content = entries * form.page_record + keys * form.window.size + pending * form.pending.size
+    headers = blocks * len(form.layout.ratios) + form.layers + pending
+    return content + headers * HEADER_BYTES + len(meta.to_bytes())
+
+
 def pack(meta: SnapshotMeta, blocks: Any, slot: Any, form: StateFormat) -> dict[str, bytes]:
     """A complete snapshot of what was read from a device.
 
@@ -190,16 +200,19 @@ def pack(meta: SnapshotMeta, blocks: Any, slot: Any, form: StateFormat) -> dict[
       slot: ``SlotPlanes`` of its slot.
       form: how the model's state is cut into records.
     """
-    return {META: meta.to_bytes()} | pack_blocks(meta, 0, blocks, form) | pack_slot(meta, slot, form)
+    return {META: meta.to_bytes()} | pack_blocks(meta.paged, 0, blocks, form) | pack_slot(meta, slot, form)
 
 
-def pack_blocks(meta: SnapshotMeta, first: int, blocks: Any, form: StateFormat) -> dict[str, bytes]:
-    """The page sections of consecutive blocks from the request's block ``first`` on; ``blocks`` as in :func:`pack`."""
-    stop = min(first + _count(blocks), form.layout.blocks_for(meta.paged))
+def pack_blocks(paged: int, first: int, blocks: Any, form: StateFormat) -> dict[str, bytes]:
+    """The page sections of consecutive blocks from the request's block ``first`` on.
+
+    ``paged``: tokens whose entries are in the pages; ``blocks`` as in :func:`pack`.
+    """
+    stop = min(first + block_count(blocks), form.layout.blocks_for(paged))
     packed = {}
     for block in range(first, stop):
         for group in range(len(form.layout.ratios)):
-            name, entries = page_name(block, group), _entries(meta, block, group, form)
+            name, entries = page_name(block, group), _entries(paged, block, group, form)
             content = form.page(blocks, block - first, group, entries)
             packed[name] = seal(name, form.fingerprint, content, form.page_record, _first_entry(block, group, form))
     return packed
@@ -267,7 +280,7 @@ def unpack_blocks(
     planes = form.empty_blocks(stop - first, fill)
     for block in range(first, stop):
         for group in range(len(form.layout.ratios)):
-            start, entries = _first_entry(block, group, form), _entries(meta, block, group, form)
+            start, entries = _first_entry(block, group, form), _entries(meta.paged, block, group, form)
             section = _open(snapshot, page_name(block, group), form, form.page_record, start, entries)
             form.read_page(section.payload, planes, block - first, group)
     return planes
@@ -309,18 +322,14 @@ def _open(snapshot: Snapshot, name: str, form: StateFormat, record_bytes: int, f
     return section
 
 
-def _count(blocks: Any) -> int:
-    return getattr(blocks.main, "scale", blocks.main).shape[0]
-
-
 def _first_entry(block: int, group: int, form: StateFormat) -> int:
     return block * (form.layout.block_tokens // form.layout.ratios[group])
 
 
-def _entries(meta: SnapshotMeta, block: int, group: int, form: StateFormat) -> int:
+def _entries(paged: int, block: int, group: int, form: StateFormat) -> int:
     """Complete entries of a group in a block."""
     ratio = form.layout.ratios[group]
-    return min(form.layout.block_tokens // ratio, max(0, meta.paged // ratio - _first_entry(block, group, form)))
+    return min(form.layout.block_tokens // ratio, max(0, paged // ratio - _first_entry(block, group, form)))
 
 
 def _open_groups(meta: SnapshotMeta, form: StateFormat) -> list[int]:

@@ -148,7 +148,10 @@ def encode(
     numerics: Numerics,
     exchange: Exchange = LOCAL,
 ) -> KeySource:
-    """Run the encoder layers alone, and keep the entries of these rows that decoder layers read."""
+    """Run the encoder layers alone, and keep the entries of these rows that decoder layers read.
+
+    ``params`` may lack what :func:`deepinfer_jax.checkpoint.subset.encoder_only` leaves out.
+    """
     plan = topology(config)
     carry, columns, taps = _begin(params, rows, source, config, numerics, exchange)
     carry, _ = _run(params, plan, _sides(plan)[0], carry, columns, rows, taps, config, numerics, exchange)

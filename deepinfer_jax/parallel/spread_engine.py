@@ -109,7 +109,7 @@ def _functions(
             exchange=exchange,
         )
         placed = state_specs(state, layout)
-        return over(run, (specs, placed, rows, rows), (placed, rows, rows))(params, state, step, previous)
+        return over(run, (specs, placed, rows, rows), (placed, rows, rows, rows))(params, state, step, previous)
 
     def sample(params: Model, hidden: Array, choices: Choices, counts: Counts) -> tuple[Sampled, Counts, Array]:
         run = functools.partial(sample_step, places=settings.places, head=head, most=most, deterministic=deterministic)
@@ -142,8 +142,17 @@ def empty_shards(
     blocks: int,
     layout: Any,
     places: int,
+    max_drafts: int | None,
     fill: float,
 ) -> tuple[State, Counts, Array]:
     """The state, counts and tokens of all shards before anything ran."""
-    state = initial_state(config, numerics, slots=shards * slots, blocks=shards * blocks, layout=layout, fill=fill)
+    state = initial_state(
+        config,
+        numerics,
+        slots=shards * slots,
+        blocks=shards * blocks,
+        layout=layout,
+        max_drafts=max_drafts,
+        fill=fill,
+    )
     return state, Counts.empty(shards * slots, config.vocab_size), jnp.zeros(shards * places, np.int32)

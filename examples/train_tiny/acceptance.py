@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.drafting import drafts_behind, target_logits, tokens_behind
 from examples.train_tiny.losses import run_windows
 
-REPEATED = 16  # tokens: a continuation that says so many twice has fallen into a loop
 BINS = 15
 
 
@@ -88,17 +86,6 @@ def walk(survival: Float[np.ndarray, "places drafts"]) -> Bool[np.ndarray, " pla
         visited[place] = True
         place += 1 + int(survival[place].sum())
     return visited
-
-
-def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether some 16 tokens in a row stand twice in a continuation."""
-    seen = set()
-    for start in range(len(tokens) - REPEATED + 1):
-        part = tuple(tokens[start : start + REPEATED])
-        if part in seen:
-            return True
-        seen.add(part)
-    return False
 
 
 def calibrate(verified: Verified) -> Float[np.ndarray, " drafts"]:

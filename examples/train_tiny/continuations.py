@@ -18,6 +18,7 @@ from deepinfer_jax.runtime.step import advance_and_sample
 from examples.train_tiny.batches import Tokens
 
 TILE_ROWS = 128
+REPEATED = 16  # tokens: a continuation that says so many twice has fallen into a loop
 
 
 def draw_prompts(documents: Sequence[Tokens], count: int, length: int, behind: int, seed: int) -> list[Tokens]:
@@ -61,3 +62,14 @@ def continue_prompts(
         batch, starts, _ = pack(following, StepShape(count))
         last = np.asarray(starts, np.int32)
     return np.concatenate(written, axis=1).astype(np.int32)
+
+
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether some 16 tokens in a row stand twice in a continuation."""
+    seen = set()
+    for start in range(len(tokens) - REPEATED + 1):
+        part = tuple(tokens[start : start + REPEATED])
+        if part in seen:
+            return True
+        seen.add(part)
+    return False

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int32
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
-from examples.train_tiny.acceptance import Verified, calibrate, calibration_error, is_loop, verify_along, walk
+from examples.train_tiny.acceptance import Verified, calibrate, calibration_error, verify_along, walk
 from examples.train_tiny.batches import Tokens
-from examples.train_tiny.continuations import continue_prompts, draw_prompts
+from examples.train_tiny.continuations import continue_prompts, draw_prompts, is_loop
 from examples.train_tiny.losses import TILE_ROWS
 
 

@@ -44,24 +44,24 @@ def alone(numerics: str, decoder: str, request: Request) -> list[Answer]:
     return ALONE[key]
 
 
-PARAMETERS = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(0, 20),
-    temperature=st.sampled_from([0.0, 0.8, 1.5]),
-    top_k=st.sampled_from([0, 0, 5]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
-    logit_bias=st.sampled_from([(), ((5, 3.0), (7, -100.0))]).map(dict),
-    stop_ids=st.sampled_from([frozenset(), frozenset(range(10, 25))]),
-    ignore_eos=st.booleans(),
-    seed=st.integers(0, 3),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
-    logprobs=st.sampled_from([None, 0, 3]),
-    prompt_logprobs=st.sampled_from([None, None, None, 2]),
-)
+FIELDS = {
+    "max_tokens": st.integers(0, 20),
+    "temperature": st.sampled_from([0.0, 0.8, 1.5]),
+    "top_k": st.sampled_from([0, 0, 5]),
+    "top_p": st.sampled_from([1.0, 1.0, 0.9]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.05]),
+    "presence_penalty": st.sampled_from([0.0, 0.0, 1.0]),
+    "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+    "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3]),
+    "logit_bias": st.sampled_from([(), ((5, 3.0), (7, -100.0))]).map(dict),
+    "stop_ids": st.sampled_from([frozenset(), frozenset(range(10, 25))]),
+    "ignore_eos": st.booleans(),
+    "seed": st.integers(0, 3),
+    "n": st.sampled_from([1, 1, 1, 2, 3]),
+    "logprobs": st.sampled_from([None, 0, 3]),
+    "prompt_logprobs": st.sampled_from([None, None, None, 2]),
+}
+PARAMETERS = st.builds(SamplingParams, **FIELDS)
 
 
 class Traffic(RuleBasedStateMachine):

@@ -27,6 +27,7 @@ from deepinfer_jax.cache.snapshot import (
     pending_name,
     section_names,
     slot_name,
+    snapshot_bytes,
     unpack,
     unpack_blocks,
     unpack_slot,
@@ -125,6 +126,7 @@ def test_every_bit_arrives_in_rings_of_any_length(numerics, case, seed):
     meta = meta_of(form, computed, length, floor=floor, decoder_floor=decoder_floor, held=held)
     blocks, slot, snapshot = packed(form, meta, seed=seed)
     assert list(snapshot) == section_names(meta, form)
+    assert sum(map(len, snapshot.values())) == snapshot_bytes(meta, form)
     got_meta, got_blocks, got_slot = unpack(snapshot, rings, form, TOKEN_MAP, fill=np.nan)
     assert got_meta == meta
     assert_arrived(form, meta, blocks, slot, got_blocks, got_slot, rings)
@@ -246,7 +248,7 @@ def test_blocks_can_be_packed_and_unpacked_in_pieces(numerics):
     pieces = pack_slot(meta, slot, form) | {"meta": meta.to_bytes()}
     for first in range(0, 6, 4):
         part = type(blocks)(*(take_rows(rows, slice(first, first + 4)) for rows in blocks))
-        pieces |= pack_blocks(meta, first, part, form)
+        pieces |= pack_blocks(meta.paged, first, part, form)
     assert pieces == snapshot
     whole = unpack_blocks(snapshot, meta, 0, 6, form)
     only = {name: content for name, content in snapshot.items() if name.startswith(("page(2,", "page(3,"))}

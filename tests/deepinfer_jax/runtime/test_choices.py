@@ -35,7 +35,13 @@ def choices(rows, **changed):
     arrays = {}
     for name, value in fields.items():
         dtype = (
-            np.int32 if name in whole else np.uint32 if name == "seeds" else bool if name in ("counted", "reported") else np.float32
+            np.int32
+            if name in whole
+            else np.uint32
+            if name == "seeds"
+            else bool
+            if name in ("counted", "reported")
+            else np.float32
         )
         value = np.asarray(value, dtype)
         arrays[name] = jnp.asarray(np.broadcast_to(value, (rows,)) if value.ndim == 0 else value)

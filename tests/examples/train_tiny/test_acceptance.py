@@ -10,8 +10,8 @@ from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
 from examples.train_tiny import acceptance
-from examples.train_tiny.acceptance import Verified, calibrate, calibration_error, is_loop, verify_along, walk
-from examples.train_tiny.continuations import continue_prompts, draw_prompts
+from examples.train_tiny.acceptance import Verified, calibrate, calibration_error, verify_along, walk
+from examples.train_tiny.continuations import continue_prompts, draw_prompts, is_loop
 from examples.train_tiny.losses import next_token_losses, run_windows
 from tests.engines import tiny_drafting_configuration
 

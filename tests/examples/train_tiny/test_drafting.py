@@ -17,9 +17,18 @@ from deepinfer_jax.model.transformer import Model, forward
 from deepinfer_jax.numerics import F32
 from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
 from examples.train_tiny.batches import Windows
-from examples.train_tiny.drafting import draft_losses, drafts_behind, last_anchor, target_logits, train_draft_head
+from examples.train_tiny.drafting import (
+    AGREEMENT,
+    DISTRIBUTION,
+    draft_losses,
+    drafts_behind,
+    last_anchor,
+    target_logits,
+    train_draft_head,
+)
 from examples.train_tiny.losses import run_windows
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
+from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, NOTHING, DraftWindows
 from tests.engines import tiny_drafting_configuration
 from tests.examples.train_tiny.test_backbone import curve
 
@@ -56,7 +65,7 @@ def test_drafts_along_a_window_are_those_of_the_running_model(params):
     layout = PageLayout.of(CONFIG)
     blocks = layout.blocks_for(LENGTH)
     state = initial_state(CONFIG, F32, slots=1, blocks=blocks, layout=layout)
-    batch, _ = pack([Chunk(0, 0, window[0, : place + 1].tolist())], StepShape(0, 1, place + 1))
+    batch, *_ = pack([Chunk(0, 0, window[0, : place + 1].tolist())], StepShape(0, 1, place + 1))
 
     @jax.jit
     def running(params, state, batch, anchor):
@@ -100,11 +109,18 @@ def test_a_confidence_learns_only_where_the_drafts_before_it_were_agreed_with():
 
     def doubt(confidence):
         wrong_second = jax.nn.one_hot(jnp.asarray([[1, 4, 3]]), 5)
-        return draft_losses(drafts(wrong_second, confidence), likeliest)[1]["confidence_loss"]
+        return draft_losses(drafts(wrong_second, confidence), likeliest, DISTRIBUTION)[1]["confidence_loss"]
 
     slopes = jax.grad(doubt)(jnp.zeros((1, 3)))[0]
     assert slopes[0] < 0 < slopes[1]
     assert slopes[2] == 0
+
+
+def own_windows(pattern):
+    """As if a backbone had said the pattern behind prompts of it."""
+    return np.stack(
+        [np.resize(np.roll(pattern, shift), CONTEXT + NEW_TOKENS + 1).astype(np.int32) for shift in range(3)]
+    )
 
 
 def test_the_head_learns_and_the_backbone_stays(params, tmp_path):
@@ -112,9 +128,16 @@ def test_the_head_learns_and_the_backbone_stays(params, tmp_path):
     stream = Windows.of([np.tile(pattern, 60).astype(np.int32)], LENGTH, seed=1)
     before = jax.tree.map(np.asarray, params)
     schedule = Schedule(steps=30, batch=2, decay=10, stored_steps=5, warm_up=3, save_every=15)
-    train_draft_head(params, CONFIG, stream, schedule, tmp_path)
+    head = train_draft_head(params, CONFIG, DraftWindows(stream, NOTHING), schedule, tmp_path)
     lines = curve(tmp_path)
     assert (tmp_path / CURVE_FILE).exists()
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert lines[-1]["emitted"] > lines[0]["emitted"] + 0.5
     jax.tree.map(np.testing.assert_array_equal, params, before)
+
+    batches = DraftWindows(stream, own_windows(pattern))
+    begin = jax.tree.map(jnp.array, head)
+    train_draft_head(params, CONFIG, batches, schedule, tmp_path / "own", emphasis=AGREEMENT, begin=begin)
+    again = curve(tmp_path / "own")
+    assert again[0]["emitted"] > lines[0]["emitted"] + 0.5
+    assert again[-1]["loss"] < again[0]["loss"]

@@ -1,0 +1,169 @@
+"""Ways by which a receiver fetches a held state, and the choice between them.
+
+A handle lists endpoints, best first. The first one that a transport of this process reaches is used; where it fails
+without saying that the state is gone, the next one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from deepinfer_jax.cache.snapshot import Snapshot
+from deepinfer_jax.errors import SnapshotError
+from serving.errors import ServingError, StateError, refusal
+from serving.kv_sections import StatePlan
+from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle
+
+_Opened = TypeVar("_Opened")
+
+
+class TransferProgress:
+    """How far one transfer is; transports tell it, others look.
+
+    Attributes:
+        received: bytes so far.
+        begun: when it began, in seconds of the clock.
+        completed_at: when something came that is there only when the state is complete; None before.
+        received_before: bytes that had come by then.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.begun = clock()
+        self.received = 0
+        self.completed_at: float | None = None
+        self.received_before = 0
+
+    def add(self, size: int) -> None:
+        """Note that so many bytes came."""
+        self.received += size
+
+    def state_is_complete(self) -> None:
+        """Note that the sender has all of the state, before the bytes that say so are added."""
+        if self.completed_at is None:
+            self.completed_at, self.received_before = self._clock(), self.received
+
+    def restart(self) -> None:
+        """Note that everything comes again, by another transport."""
+        self.received = self.received_before = 0
+        self.completed_at = None
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return self._clock() - self.begun
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Since the state was complete, as far as is known."""
+        return 0.0 if self.completed_at is None else self._clock() - self.completed_at
+
+
+@runtime_checkable
+class KvTransport(Protocol):
+    """One way to fetch states."""
+
+    name: str
+    """As receipts call it."""
+
+    def reaches(self, endpoint: KvEndpoint) -> bool:
+        """Whether it is this transport's, and can be reached from here."""
+
+    async def fetch(
+        self, handle: KvHandle, endpoint: KvEndpoint, plan: StatePlan, *, deadline: float, progress: TransferProgress
+    ) -> Snapshot:
+        """All sections of a state, which may still be computed. Cancelling it gives everything back.
+
+        Args:
+          handle: of the state.
+          endpoint: one of its, which is reached.
+          plan: the sections that are expected.
+          deadline: by the event loop's clock; the caller ends the wait then.
+          progress: is told how far it is.
+
+        Raises:
+          StateError: the state is gone, or arrives damaged.
+          TransportError: this way does not work, whatever the state is.
+          ServingError: the holder refuses.
+        """
+
+    async def close(self) -> None:
+        """Give connections back."""
+
+
+class TransportError(StateError):
+    """A transport that gave up; another one may do."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        error = refusal(reason, message)
+        super().__init__(error.code, error.message, error.reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched(Generic[_Opened]):
+    """A state that arrived: what opening it gave, which transport brought it, and how."""
+
+    opened: _Opened
+    transport: str
+    progress: TransferProgress
+
+
+class KvFetcher:
+    """Fetches states by the best way that both ends have."""
+
+    def __init__(self, transports: Sequence[KvTransport]) -> None:
+        """``transports``: at most one is asked for an endpoint, the first that reaches it."""
+        self._transports = tuple(transports)
+
+    async def fetch(
+        self,
+        handle: KvHandle,
+        plan: StatePlan,
+        opener: Callable[[Snapshot], Awaitable[_Opened]],
+        *,
+        seconds: float,
+        progress: TransferProgress | None = None,
+    ) -> Fetched[_Opened]:
+        """Fetch and open a state.
+
+        Args:
+          handle: of the state.
+          plan: what it must consist of.
+          opener: checks it and gives what the caller wants of it; raises ``SnapshotError`` where it is damaged.
+          seconds: until the deadline.
+          progress: is told how far it is.
+
+        Raises:
+          StateError: the state cannot be had: KV_EXPIRED, KV_LAYOUT_MISMATCH, KV_DAMAGED.
+          DeadlineError: not before the deadline.
+        """
+        progress, deadline = progress or TransferProgress(), asyncio.get_running_loop().time() + seconds
+        ways = [
+            (transport, endpoint)
+            for endpoint in handle.endpoints
+            for transport in [one for one in self._transports if one.reaches(endpoint)][:1]
+        ]
+        failure: ServingError = refusal("KV_EXPIRED", "no endpoint of the state can be reached from here")
+        try:
+            async with asyncio.timeout_at(deadline):
+                for transport, endpoint in ways:
+                    progress.restart()
+                    try:
+                        snapshot = await transport.fetch(handle, endpoint, plan, deadline=deadline, progress=progress)
+                        return Fetched(await opener(snapshot), transport.name, progress)
+                    except TransportError as error:
+                        failure = error
+                    except SnapshotError as error:
+                        failure = refusal("KV_DAMAGED", str(error), field=error.key)
+        except TimeoutError as error:
+            raise refusal("DEADLINE_PASSED", "the deadline passed before the state was here") from error
+        raise failure
+
+    async def close(self) -> None:
+        """Give all connections back."""
+        for transport in self._transports:
+            await transport.close()

@@ -1,0 +1,1 @@
+"""The protocol: definitions under ``deepinfer/v1``, and beside them the modules that :mod:`.build` makes of them."""

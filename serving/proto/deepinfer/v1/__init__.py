@@ -1,0 +1,1 @@
+"""Protobuf package ``deepinfer.v1``; its modules are generated, see :mod:`serving.proto.build`."""

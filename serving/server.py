@@ -1,0 +1,114 @@
+"""A server of the protocol: its port, health, reflection, and the order in which it goes down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from serving.call_guard import CallGuard
+from serving.channels import Options, server_options
+
+STOP_SECONDS = 0.5
+"""Given to calls that are cut off, so that their statuses reach the callers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """One service of a server.
+
+    Attributes:
+        name: full name, ``deepinfer.v1.Inference``.
+        servicer: its handlers, which take a request and a ``ServedCall``.
+        add: the generated function that adds them to a server.
+        starting: names of the methods that begin new work, which a draining server refuses.
+    """
+
+    name: str
+    servicer: Any
+    add: Callable[[Any, grpc.aio.Server], None]
+    starting: tuple[str, ...] = ()
+
+
+class Server:
+    """Services on one port. It is not healthy until :meth:`ready`, and ends by :meth:`stop`."""
+
+    def __init__(
+        self,
+        services: Iterable[Service],
+        *,
+        worker: str = "",
+        reflection_enabled: bool = True,
+        options: Options | None = None,
+    ) -> None:
+        """Must be called in the event loop that will run it.
+
+        Args:
+          services: what it serves.
+          worker: its name, for details of errors.
+          reflection_enabled: whether clients without the protocol's definitions can ask for them.
+          options: of gRPC; None takes those for tokens.
+        """
+        services = tuple(services)
+        self._names = tuple(service.name for service in services)
+        starting = {f"/{service.name}/{method}" for service in services for method in service.starting}
+        self.guard = CallGuard(worker, frozenset(starting))
+        self._server = grpc.aio.server(
+            interceptors=(self.guard,), options=server_options() if options is None else options
+        )
+        for service in services:
+            service.add(service.servicer, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if reflection_enabled:
+            names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Listen; calls are taken from now on, though health says NOT_SERVING.
+
+        Args:
+          address: ``HOST:PORT``, where port 0 takes a free one, or ``unix:PATH``.
+          credentials: for TLS; None is plain text.
+
+        Returns:
+          The port.
+
+        Raises:
+          RuntimeError: the address cannot be had.
+        """
+        if credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
+        await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+        return port
+
+    async def ready(self) -> None:
+        """Tell health checks that work is welcome."""
+        await self._say(health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace: float, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Go down: unhealthy first, then no new work, then the end of what runs or of ``grace`` seconds.
+
+        ``settled``: waits for what is to be done besides, while calls that end old work are still taken.
+        """
+        await self._health.enter_graceful_shutdown()
+        self.guard.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self.guard.idle()
+                if settled is not None:
+                    await settled()
+        await self._server.stop(STOP_SECONDS)
+
+    async def _say(self, status: Any) -> None:
+        for name in ("", *self._names):
+            await self._health.set(name, status)

@@ -1,0 +1,384 @@
+"""States fetched from a holder by real calls and files: whole, or not at all with one reason, whatever happens between.
+
+States are of random bits. Nothing here depends on how long anything takes, but for how long a test waits at most.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from serving.errors import DeadlineError, InvalidRequestError, StateError, refusal
+from serving.kv_chunks import ChunkPacker
+from serving.kv_transport import TransferProgress
+from serving.proto.deepinfer.v1.kv_transfer_pb2 import KV_PART_META, KvDescribeRequest, KvEndpoint, KvPullRequest
+from serving.proto.deepinfer.v1.kv_transfer_pb2_grpc import KvTransferStub
+from serving.state_pulls import PullSettings
+from serving.status import error_from
+from tests.serving.held_states import FORM
+from tests.serving.state_holders import QUICK, holder, untouched
+
+ONCE = settings(max_examples=10, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=["grpc", "shm"])
+def shared(request, tmp_path):
+    """The directory of shared files, where states are fetched by them."""
+    return tmp_path if request.param == "shm" else None
+
+
+def way(shared):
+    return "grpc" if shared is None else "shm"
+
+
+@ONCE
+@given(
+    computed=st.integers(1, 70),
+    lanes=st.integers(1, 3),
+    range_bytes=st.sampled_from([1, 4000, 1 << 20]),
+    early=st.lists(st.integers(0, 3), max_size=4),
+)
+def test_a_state_arrives_whole_while_it_grows(shared, computed, lanes, range_bytes, early):
+    pulls = PullSettings(lanes=lanes, range_bytes=range_bytes, chunk_bytes=1 << 16, patience=5.0)
+
+    async def run():
+        async with holder(shared=shared, settings=pulls) as held:
+            growing, progress = held.hold(computed), TransferProgress()
+            fetching = asyncio.create_task(held.fetch(growing, progress=progress))
+            for count in early:
+                growing.give(count)
+                while growing.state.complete_pages < growing.given:
+                    await asyncio.sleep(0.001)
+            assert not fetching.done()
+            growing.finish()
+            fetched = await fetching
+            assert fetched.transport == way(shared)
+            size = sum(map(len, growing.random.snapshot.values()))
+            assert progress.received == size
+            assert progress.completed_at is not None
+            assert progress.received_before < size
+            # It can be had again, until it is released.
+            assert held.leases.complete(growing.kv_id, size) == held.leases.seconds
+            await held.fetch(growing)
+            assert held.leases.release(growing.kv_id)
+            with pytest.raises(StateError) as refused:
+                await held.fetch(growing)
+            assert refused.value.reason == "KV_EXPIRED"
+
+    asyncio.run(run())
+
+
+# What may happen to a message on its way, by name.
+
+
+async def flipped(message, call):
+    damaged = bytearray(message)
+    damaged[len(message) // 2] ^= 16
+    yield bytes(damaged)
+
+
+async def dropped(message, call):
+    return
+    yield
+
+
+async def doubled(message, call):
+    yield message
+    yield message
+
+
+async def cut_short(message, call):
+    yield message[: len(message) * 2 // 3]
+
+
+async def ended_early(message, call):
+    yield ChunkPacker().finish()
+
+
+async def broken(message, call):
+    raise refusal("ENGINE_STOPPED", "gone")
+    yield
+
+
+async def failed(message, call):
+    raise ZeroDivisionError
+    yield
+
+
+async def stalled(message, call):
+    await asyncio.sleep(1000)
+    yield
+
+
+# Tokens, of which a pull takes several messages.
+LONG = 1500
+FAULTS = {
+    "flipped": (flipped, "KV_DAMAGED"),
+    "dropped": (dropped, "KV_DAMAGED"),
+    # Every stream brings one chunk before it fails.
+    "doubled": (doubled, None),
+    "cut short": (cut_short, "KV_DAMAGED"),
+    "ended early": (ended_early, "KV_DAMAGED"),
+    "broken": (broken, "KV_EXPIRED"),
+    "failed": (failed, "KV_EXPIRED"),
+    "stalled": (stalled, "KV_EXPIRED"),
+}
+
+
+def some(fault, hit):
+    """A fault that messages meet for whose number ``hit`` is true."""
+    numbers = itertools.count()
+
+    async def tamper(message, call):
+        if hit(next(numbers)):
+            async for changed in fault(message, call):
+                yield changed
+        else:
+            yield message
+
+    return tamper
+
+
+def patient(name, seconds):
+    return dataclasses.replace(QUICK, patience=seconds if name == "stalled" else QUICK.patience)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_streams_that_fail_now_and_then_are_made_good(name):
+    fault, _ = FAULTS[name]
+
+    async def run():
+        faults = {0, 1, 2, 7, 8, 13}
+        pulls = dataclasses.replace(patient(name, 1.0), attempts=len(faults) + 1)
+        async with holder(some(fault, lambda number: number in faults), settings=pulls) as held:
+            growing = held.hold(LONG)
+            growing.finish()
+            await held.fetch(growing)
+            pulls, held.service.tamper = held.service.counts.pulls, untouched
+            await held.fetch(growing)
+            # Some were asked for again.
+            assert pulls > held.service.counts.pulls - pulls
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", [name for name, (_, reason) in FAULTS.items() if reason])
+def test_streams_that_always_fail_are_one_error(name):
+    fault, reason = FAULTS[name]
+
+    async def run():
+        async with holder(some(fault, lambda number: True), settings=patient(name, 0.1)) as held:
+            growing = held.hold(LONG)
+            growing.finish()
+            while not growing.state.complete:
+                await asyncio.sleep(0.001)
+            with pytest.raises(StateError) as refused:
+                await held.fetch(growing)
+            assert refused.value.reason == reason
+
+    asyncio.run(run())
+
+
+def test_waiting_for_a_computation_is_no_stall():
+    """More often than streams may fail, on both kinds of them."""
+
+    async def run():
+        async with holder(settings=PullSettings(lanes=1, attempts=3, patience=0.5)) as held:
+            growing = held.hold(40)
+            growing.give(2)
+            fetching = asyncio.create_task(held.fetch(growing))
+            while held.service.counts.pulls < 10 and not fetching.done():
+                await asyncio.sleep(0.01)
+            growing.finish()
+            await fetching
+
+    asyncio.run(run())
+
+
+def test_a_shared_file_that_is_damaged_or_shrinks_is_left_for_pulls(tmp_path):
+    async def run():
+        async with holder(shared=tmp_path) as held:
+            for damage in (
+                lambda path: path.write_bytes(path.read_bytes()[:-20] + bytes(20)),
+                lambda path: path.write_bytes(bytes(len(path.read_bytes()))),
+                lambda path: path.write_bytes(path.read_bytes() + bytes(100_000)),
+                lambda path: path.write_bytes(path.read_bytes()[:-1]),
+                lambda path: path.unlink(),
+            ):
+                growing = held.hold(40)
+                growing.finish()
+                while not growing.state.complete:
+                    await asyncio.sleep(0.001)
+                (path,) = tmp_path.iterdir()
+                # Pulls read the same file, so that they get a whole copy.
+                storage = growing.state._storage
+                storage._heap, storage._places = dict(growing.random.snapshot), {}
+                damage(path)
+                assert (await held.fetch(growing)).transport == "grpc"
+                held.leases.drop(growing.kv_id, "done")
+
+    asyncio.run(run())
+
+
+def test_states_end_under_their_readers(shared):
+    """By release, by a failed computation, by the end of the lease; waiting for more or in the middle of a chunk."""
+
+    async def run():
+        now = 0.0
+        async with holder(shared=shared, clock=lambda: now) as held:
+            for end in (
+                lambda kv_id: held.leases.release(kv_id),
+                lambda kv_id: held.leases.drop(kv_id, "the engine failed"),
+            ):
+                growing = held.hold(40)
+                growing.give(3)
+                fetching = asyncio.create_task(held.fetch(growing))
+                while held.service.counts.running < 1 or growing.state.complete_pages < 3:
+                    await asyncio.sleep(0.001)
+                end(growing.kv_id)
+                with pytest.raises(StateError) as refused:
+                    await fetching
+                assert refused.value.reason == "KV_EXPIRED"
+            growing = held.hold(40)
+            growing.finish()
+            held.leases.complete(growing.kv_id, 1000)
+            now += held.leases.seconds
+            with pytest.raises(StateError) as refused:
+                await held.fetch(growing)
+            assert refused.value.reason == "KV_EXPIRED"
+            assert held.leases.counts.expired == 1
+
+    asyncio.run(run())
+
+
+def test_pulls_renew_the_lease():
+    async def run():
+        now = 0.0
+        async with holder(clock=lambda: now) as held:
+            growing = held.hold(40)
+            growing.finish()
+            held.leases.complete(growing.kv_id, 1000)
+            for _ in range(3):
+                now += 0.9 * held.leases.seconds
+                await held.fetch(growing)
+            now += held.leases.seconds
+            held.leases.sweep()
+            assert growing.state.ended == "its lease has expired"
+
+    asyncio.run(run())
+
+
+def test_a_deadline_and_a_cancel_end_everything(shared):
+    async def run():
+        async with holder(shared=shared) as held:
+            growing = held.hold(40)
+            growing.give(2)
+            with pytest.raises(DeadlineError):
+                await held.fetch(growing, seconds=0.3)
+            await held.settle()
+            fetching = asyncio.create_task(held.fetch(growing))
+            while not held.service.counts.running:
+                await asyncio.sleep(0.001)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await held.settle()
+
+    asyncio.run(run())
+
+
+def test_a_holder_that_goes_down_is_one_error(shared):
+    async def run():
+        async with holder(shared=shared) as held:
+            growing = held.hold(40)
+            growing.give(2)
+            fetching = asyncio.create_task(held.fetch(growing))
+            while not held.service.counts.running:
+                await asyncio.sleep(0.001)
+            await held.server.stop(0.0)
+            with pytest.raises(StateError) as refused:
+                await fetching
+            assert refused.value.reason == "KV_EXPIRED"
+
+    asyncio.run(run())
+
+
+def test_states_that_cannot_be_reached_or_are_of_another_model_are_refused_at_once():
+    async def run():
+        async with holder() as held:
+            growing = held.hold(20)
+            growing.finish()
+            growing.handle.fingerprint = "0" * 64
+            with pytest.raises(StateError) as refused:
+                await held.fetch(growing)
+            assert refused.value.reason == "KV_LAYOUT_MISMATCH"
+            assert held.service.counts.sent_bytes == 0
+            del growing.handle.endpoints[:]
+            growing.handle.endpoints.append(KvEndpoint(uri="shm://elsewhere/x"))
+            with pytest.raises(StateError, match="no endpoint"):
+                await held.fetch(growing)
+
+    asyncio.run(run())
+
+
+async def refused(awaitable):
+    """The typed error with which a call of a stub ends."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await awaitable
+    return error_from(caught.value)
+
+
+def test_calls_of_the_generated_client():
+    """The service speaks protobuf, however it writes it; what it refuses it names."""
+
+    async def run():
+        async with holder() as held, grpc.aio.insecure_channel(held.uri.removeprefix("grpc://")) as channel:
+            stub, growing = KvTransferStub(channel), held.hold(21)
+            layout = await stub.Describe(KvDescribeRequest(), timeout=9)
+            assert (layout.fingerprint, layout.page_tokens, layout.layers) == (FORM.fingerprint.hex(), 8, 13)
+            assert [(group.layer, group.ratio, group.entry_format) for group in layout.groups] == [
+                (2, 2, "fp4_16"),
+                (8, 2, "fp4_16"),
+                (14, 1, "fp4_16"),
+            ]
+            assert not layout.HasField("progress")
+            growing.give(1)
+            while growing.state.complete_pages < 1:
+                await asyncio.sleep(0.001)
+            progress = (await stub.Describe(KvDescribeRequest(kv_id=growing.kv_id), timeout=9)).progress
+            assert (progress.computed_tokens, progress.complete_pages, progress.done) == (8, 1, False)
+            growing.finish()
+            request = KvPullRequest(kv_id=growing.kv_id, fingerprint=FORM.fingerprint.hex())
+            chunks = [chunk async for chunk in stub.Pull(request, timeout=9)]
+            assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+            assert b"".join(chunk.data for chunk in chunks) == b"".join(growing.random.snapshot.values())
+            progress = (await stub.Describe(KvDescribeRequest(kv_id=growing.kv_id), timeout=9)).progress
+            assert (progress.computed_tokens, progress.complete_pages, progress.done) == (21, 3, True)
+
+            def changed(**fields):
+                other = KvPullRequest()
+                other.CopyFrom(request)
+                other.MergeFrom(KvPullRequest(**fields))
+                return stub.Pull(other, timeout=9).read()
+
+            error = await refused(stub.Describe(KvDescribeRequest(kv_id="x"), timeout=9))
+            assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
+            error = await refused(changed(kv_id="x"))
+            assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
+            error = await refused(changed(fingerprint="x"))
+            assert (type(error), error.reason) == (StateError, "KV_LAYOUT_MISMATCH")
+            error = await refused(changed(groups=[3]))
+            assert (type(error), error.metadata["field"]) == (InvalidRequestError, "groups")
+            error = await refused(changed(chunk_bytes=1))
+            assert (type(error), error.metadata["field"]) == (InvalidRequestError, "chunk_bytes")
+            error = await refused(stub.Pull(request).read())
+            assert error.reason == "DEADLINE_MISSING"
+            most = max(section.most for section in growing.random.plan.sections if section.part == KV_PART_META)
+            error = await refused(changed(resume={"section": "meta", "offset": most}))
+            assert (type(error), error.metadata["field"]) == (InvalidRequestError, "resume.offset")
+
+    asyncio.run(run())
