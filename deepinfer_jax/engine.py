@@ -178,13 +178,8 @@ class Engine:
         params = request.params
         if params.stop and self._tokenizer is None:
             raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
-        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if asked is not None and asked > self.settings.most_logprobs:
-                accepted = f"at most most_logprobs {self.settings.most_logprobs} of this engine"
-                raise InputError(name, asked, accepted)
-        total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
-        if total > most:
-            raise InputError("prompt and new tokens", total, f"at most max_context {most}", "ask for fewer tokens")
+        self.settings.check(request, self.config)
+        total = len(request.prompt) + params.max_tokens
         if self.books.blocks_for(total) > self.books.pool.blocks:
             room = self.books.pool.blocks * self.settings.block_tokens
             raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")
