@@ -178,9 +178,8 @@ class Engine:
         params = request.params
         if params.stop and self._tokenizer is None:
             raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
-        total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
-        if total > most:
-            raise InputError("prompt and new tokens", total, f"at most max_context {most}", "ask for fewer tokens")
+        self.settings.check(request, self.config)
+        total = len(request.prompt) + params.max_tokens
         if self.books.blocks_for(total) > self.books.pool.blocks:
             room = self.books.pool.blocks * self.settings.block_tokens
             raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")

@@ -6,9 +6,9 @@ import dataclasses
 
 from deepinfer_jax.cache.layout import DEFAULT_BLOCK_TOKENS
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.errors import ConfigError, InputError
 from deepinfer_jax.replay import Replay
-from deepinfer_jax.request import MOST_LOGPROBS
+from deepinfer_jax.request import MOST_LOGPROBS, Request
 from deepinfer_jax.runtime.batch import StepShape
 
 PREEMPTION_WAYS = ("auto", "snapshot", "recompute")
@@ -118,6 +118,20 @@ class EngineSettings:
     def context(self, config: ModelConfig) -> int:
         """Most tokens of a request."""
         return min(self.max_context or config.max_position_embeddings, config.max_position_embeddings)
+
+    def check(self, request: Request, config: ModelConfig) -> None:
+        """Refuse a request that an engine of these settings cannot serve.
+
+        Raises:
+          InputError: names the value and what is accepted.
+        """
+        params = request.params
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and asked > self.most_logprobs:
+                raise InputError(name, asked, f"at most most_logprobs {self.most_logprobs} of this engine")
+        total, most = len(request.prompt) + params.max_tokens, self.context(config)
+        if total > most:
+            raise InputError("prompt and new tokens", total, f"at most max_context {most}", "ask for fewer tokens")
 
     def tables_width(self, config: ModelConfig) -> int:
         """Blocks of the longest request."""

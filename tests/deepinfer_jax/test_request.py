@@ -234,3 +234,12 @@ def test_the_engines_own_context_is_filled_and_named():
     engine.check(Request((3,) * 90, SamplingParams(max_tokens=6)))
     sentence = "input 'prompt and new tokens' is 97; accepted: at most max_context 96 (ask for fewer tokens)"
     assert refusal(lambda: engine.check(ENGINE_REFUSALS["prompt and new tokens"])) == sentence
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_an_engine_reports_so_many_likeliest_tokens_and_no_more(name):
+    engine = fresh_engine("f32", most_logprobs=5)
+    engine.check(Request((3,), SamplingParams(max_tokens=1, **{name: 5})))
+    sentence = f"input '{name}' is 6; accepted: at most most_logprobs 5 of this engine"
+    request = Request((3,), SamplingParams(max_tokens=1, **{name: 6}))
+    assert refusal(lambda: engine.check(request)) == sentence
