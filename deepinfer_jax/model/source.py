@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from deepinfer_jax.cache.state import State, read_rows, write_rows
 from deepinfer_jax.model.rows import Rows, at_positions
-from pallas_kernels import CachedRows, IndexPages
+from pallas_kernels import CachedRows, IndexPages, gather_rows
 
 # A layer or group number: a Python int in unrolled execution, a traced scalar inside a scan over layers.
 Number = int | Int[Array, ""]
@@ -184,8 +184,7 @@ class PagedSource:
         for group, ratio in enumerate(state.layout.ratios):
             target = self._completed(group, ratio, rows, -1)
             for pool in (state.main, state.index):
-                sound = jnp.isfinite(take_rows(pool, jnp.maximum(target, 0), jnp.float32)).all(axis=-1)
-                finite &= sound | (target < 0)
+                finite &= jnp.isfinite(gather_rows(pool, target, jnp.float32)).all(axis=-1)
         return finite
 
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype) -> Array:
