@@ -73,11 +73,12 @@ class Offers:
             return KvOffered()
         number = None
         try:
-            sizes, content = await asyncio.to_thread(self._put, state, first)
+            batch = await asyncio.to_thread(self._put, state, first)
             # The state may have ended meanwhile.
             state.section(sections[first].name)
-            if not sizes:
+            if batch is None:
                 return KvOffered()
+            sizes, content = batch
             number = self._engine.offer(content, self._settings.seconds)
         finally:
             if number is None:
@@ -108,8 +109,8 @@ class Offers:
                 while state.section(state.plan.sections[first].name) is None:
                     await state.changed()
 
-    def _put(self, state: HeldState, first: int) -> tuple[list[int], jax.Array]:
-        """The next sections on the device, and the sizes of each; runs in a thread."""
+    def _put(self, state: HeldState, first: int) -> tuple[list[int], jax.Array] | None:
+        """The sizes of the next sections, and all of them on the device; None if there are none. Runs in a thread."""
         contents, size = list[bytes](), 0
         for section in state.plan.sections[first:]:
             content = state.section(section.name)
@@ -117,7 +118,7 @@ class Offers:
                 break
             contents.append(content)
             size += len(content)
-        return list(map(len, contents)), self._engine.put(b"".join(contents))
+        return (list(map(len, contents)), self._engine.put(b"".join(contents))) if contents else None
 
     async def _withdraw(self, number: int, state: HeldState) -> None:
         """End an offer with its state or its time."""

@@ -21,14 +21,19 @@ _ROLES = ("prefill", "decode")
 _LONGEST_REASON = 300
 
 
-def available(section: KvSection, role: str) -> KvSection:
+def available(section: KvSection, role: str, command: Sequence[str] = COMMAND) -> KvSection:
     """The section with those transports alone that work in this process; the log says why one does not.
 
-    Call it before the process has its device. ``role``: of the process, some of which hand nothing over.
+    Call it before the process has its device.
+
+    Args:
+      section: how state is handed over.
+      role: of the process, some of which hand nothing over.
+      command: see :func:`probe`.
     """
     if "jax" not in section.transports or role not in _ROLES:
         return section
-    reason = probe()
+    reason = probe(command)
     if not reason:
         _log.info("transport jax is available")
         return section
@@ -69,5 +74,6 @@ def probe(command: Sequence[str] = COMMAND, seconds: float = SECONDS) -> str:
     ending = f"status {trial.returncode}"
     if trial.returncode < 0:
         ending = f"signal {signal.Signals(-trial.returncode).name}"
-    said = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "it said nothing")
-    return f"its trial ended with {ending}: {said[:_LONGEST_REASON]}"
+    # Behind the reason of a crash comes where it was.
+    lines = [line for line in map(str.strip, errors.splitlines()) if line and not line.startswith(("@", "***"))]
+    return f"its trial ended with {ending}: {lines[-1][:_LONGEST_REASON] if lines else 'it said nothing'}"
