@@ -8,6 +8,7 @@ of another would save both ways over the host, but then nothing is sealed and no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -63,30 +64,39 @@ class JaxTransport:
         call = next((other for other in handle.endpoints if self._control.reaches(other)), None)
         if call is None:
             raise TransportError("KV_EXPIRED", "the holder of the state cannot be called")
-        address, request = endpoint.uri.removeprefix(SCHEME), KvOfferRequest()
-        request.kv_id, request.fingerprint = handle.kv_id, handle.fingerprint
-        sections: dict[str, bytes | memoryview] = {}
-        while len(sections) < len(plan.sections):
-            request.first = len(sections)
-            offered = await self._ask(call, request)
-            del request.taken[:]
-            if offered.number:
+        address, sections = endpoint.uri.removeprefix(SCHEME), dict[str, bytes | memoryview]()
+        taken: list[int] = []
+        # The next batch goes to the sender's device while this one travels.
+        asking = asyncio.create_task(self._ask(call, handle, 0))
+        try:
+            while len(sections) < len(plan.sections):
+                offered = await asking
                 due = _due(plan.sections[len(sections) :], offered)
+                behind = len(sections) + len(due)
+                if behind < len(plan.sections):
+                    asking, taken = asyncio.create_task(self._ask(call, handle, behind, taken)), []
+                if not due:
+                    continue
                 content = await self._pull(address, offered)
-                request.taken.append(offered.number)
+                taken.append(offered.number)
                 if due[-1].part != KV_PART_PAGES:
                     progress.state_is_complete()
                 progress.add(len(content))
                 for planned, size in zip(due, offered.section_bytes, strict=True):
                     sections[planned.name], content = content[:size], content[size:]
-        request.first = len(sections)
-        await self._ask(call, request)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        # Everything is here, whatever becomes of the holder.
+        with contextlib.suppress(TransportError):
+            await self._ask(call, handle, len(sections), taken)
         return sections
 
     async def close(self) -> None:
         """Nothing: control transport and engine are closed by whoever made them."""
 
-    async def _ask(self, call: KvEndpoint, request: KvOfferRequest) -> KvOffered:
+    async def _ask(self, call: KvEndpoint, handle: KvHandle, first: int, taken: Sequence[int] = ()) -> KvOffered:
+        request = KvOfferRequest(kv_id=handle.kv_id, fingerprint=handle.fingerprint, first=first, taken=taken)
         try:
             return await self._control.stub(call).Offer(request, timeout=self._patience)
         except grpc.RpcError as error:
@@ -108,13 +118,13 @@ class JaxTransport:
 
 
 def _due(due: Sequence[PlannedSection], offered: KvOffered) -> Sequence[PlannedSection]:
-    """The sections that an offer says it has, of those that come next.
+    """The sections that an offer says it has, of those that come next; none where nothing is offered.
 
     Raises:
       TransportError: they cannot be of these sizes.
     """
     sizes = offered.section_bytes
-    if not 0 < len(sizes) <= len(due):
+    if len(sizes) > len(due) or bool(sizes) != bool(offered.number):
         raise TransportError("KV_DAMAGED", f"{len(sizes)} sections are offered where {len(due)} are due")
     for planned, size in zip(due, sizes, strict=False):
         if not planned.least <= size <= planned.most:

@@ -27,8 +27,8 @@ class OfferSettings:
         patience: seconds that a call waits for sections that are not there yet.
     """
 
-    batch_bytes: int = 16 << 20
-    most: int = 8
+    batch_bytes: int = 4 << 20
+    most: int = 16
     seconds: float = 10.0
     patience: float = 1.0
 
