@@ -99,7 +99,7 @@ class TransferEngine:
         self._offer(number, self.put(b"\0"), _WITHDRAWN_SECONDS)
 
     async def pull(self, address: str, number: int, size: int) -> jax.Array:
-        """What was offered under a number, as ``uint8[size]``; may be anything if its size is not this one.
+        """What was offered under a number, as ``uint8[size]``; what has another size is an error.
 
         Waits without end for a sender that does not answer. Cancelling it forgets the pull.
 
