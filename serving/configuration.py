@@ -20,7 +20,7 @@ ROLES = ("all", "prefill", "decode", "gateway")
 PREFILL_WAYS = ("full", "encoder_only", "none")
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
-TRANSPORTS = ("shm", "grpc")
+TRANSPORTS = ("shm", "jax", "grpc")
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -142,7 +142,11 @@ class KvSection:
         arriving_bytes: of states that a decode worker fetches together.
         lanes: connections from a decode worker to a prefill worker.
         chunk_bytes: of a message, 65,536 to 2,097,152.
-        transports: ways to hand state over: grpc, and shm between processes of one host, which share memory.
+        transports: ways to hand state over: grpc; shm between processes of one host, which share memory; jax between
+            devices, by JAX's experimental transfer engine, on all workers that have it. jax needs a network where
+            nobody is hostile, as anyone who reaches its port can end the process, two processes that can have the
+            device at a time while a worker starts, when a trial tells whether it works, and server.advertise where a
+            worker listens on all addresses.
     """
 
     lease_seconds: float = 45.0

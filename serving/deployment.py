@@ -15,6 +15,7 @@ from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.text.tokenizer import Tokenizer
+from serving.addresses import split_address
 from serving.configuration import Configuration
 from serving.discovery import Discovery
 from serving.gateway import GatewayService
@@ -94,7 +95,7 @@ async def _worker(
     engine = AsyncEngine(inner)
     watching = asyncio.create_task(_watch(engine, stopping))
     try:
-        async with worker_services(inner, engine, info, configuration.kv) as parts:
+        async with worker_services(inner, engine, info, configuration.kv, _host(configuration)) as parts:
             registries += parts.registries
             server = Server(parts.services, worker=name, reflection_enabled=configuration.server.reflection)
             address = await _start(server, listen)
@@ -163,6 +164,12 @@ async def _start(server: Server, listen: str) -> str:
     except RuntimeError as error:
         raise ConfigError("server.listen", listen, "an address that is free", str(error)) from error
     return listen if listen.startswith(_UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _host(configuration: Configuration) -> str:
+    """Where other workers reach this machine; that of a socket in the file system is reached from here alone."""
+    address = configuration.server.advertise or configuration.server.listen
+    return "127.0.0.1" if address.startswith(_UNIX) else split_address(address, "server.listen")[0]
 
 
 def _bulk_uris(configuration: Configuration, address: str) -> list[str]:

@@ -15,6 +15,7 @@ from serving.channels import RetryPolicy, client_options
 from serving.kv_sections import StatePlan
 from serving.kv_transport import TransferProgress
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KV_PART_PAGES, KvEndpoint, KvHandle, KvRange
+from serving.proto.deepinfer.v1.kv_transfer_pb2_grpc import KvTransferStub
 from serving.proto.deepinfer.v1.prefill_pb2 import ReleaseKvRequest
 from serving.proto.deepinfer.v1.prefill_pb2_grpc import PrefillStub
 from serving.state_pulls import PullSettings, StatePulls
@@ -72,6 +73,10 @@ class GrpcTransport:
         await StatePulls(self._form, self._settings, handle, plan, deadline, progress).meta(
             self._channels_to(endpoint)[0]
         )
+
+    def stub(self, endpoint: KvEndpoint) -> KvTransferStub:
+        """For calls to a holder, at an endpoint that is reached."""
+        return KvTransferStub(self._channels_to(endpoint)[0])
 
     async def release(self, handle: KvHandle) -> None:
         """Give a state back where it is held. A holder that is gone, or cannot be reached, ends it by its lease."""

@@ -15,6 +15,7 @@ from serving.errors import bad_field
 from serving.held_state import HeldState, expired
 from serving.kv_chunks import ChunkPacker, chunk_bytes_of
 from serving.leases import Leases
+from serving.offers import Offers
 from serving.proto.deepinfer.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from serving.served_call import ServedCall
 from serving.server import Service
@@ -34,16 +35,23 @@ class TransferCounts:
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
     """``deepinfer.v1.KvTransfer`` over a table of held states. Handlers run behind a ``CallGuard``."""
 
-    def __init__(self, form: StateFormat, source_layers: Sequence[int], leases: Leases[HeldState]) -> None:
+    def __init__(
+        self,
+        form: StateFormat,
+        source_layers: Sequence[int],
+        leases: Leases[HeldState],
+        offers: Offers | None = None,
+    ) -> None:
         """Serve a table.
 
         Args:
           form: how the states are cut into records.
           source_layers: the layer that writes each cache group.
           leases: the states, which others put there.
+          offers: to transfer engines; None makes none.
         """
         self._form, self._source_layers, self._leases = form, source_layers, leases
-        self._fingerprint = form.fingerprint.hex()
+        self._fingerprint, self._offers = form.fingerprint.hex(), offers
         self.counts = TransferCounts()
 
     def service(self) -> Service:
@@ -82,10 +90,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
 
     async def Pull(self, request: kv_transfer_pb2.KvPullRequest, call: ServedCall) -> None:
         """See the protocol."""
-        if request.fingerprint != self._fingerprint:
-            accepted = f"{self._fingerprint}; weights, configuration, numerics and page size of both ends must agree"
-            raise bad_field("fingerprint", request.fingerprint, accepted, "KV_LAYOUT_MISMATCH")
-        state = self._find(request.kv_id)
+        state = self._find_alike(request.kv_id, request.fingerprint)
         sections = state.plan.select(request, self._form)
         packer, offset = ChunkPacker(chunk_bytes_of(request)), request.resume.offset
         self.counts.pulls += 1
@@ -106,6 +111,23 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             await self._send(packer.finish(), request.kv_id, call)
         finally:
             self.counts.running -= 1
+
+    async def Offer(self, request: kv_transfer_pb2.KvOfferRequest, call: ServedCall) -> kv_transfer_pb2.KvOffered:
+        """See the protocol."""
+        if self._offers is None:
+            raise bad_field("kv_id", request.kv_id, "a Pull, as no transfer engine runs here", "NOT_SUPPORTED")
+        self._offers.taken(request.taken)
+        state = self._find_alike(request.kv_id, request.fingerprint)
+        offered = await self._offers.offer(state, request.first)
+        self.counts.sent_bytes += sum(offered.section_bytes)
+        return offered
+
+    def _find_alike(self, kv_id: str, fingerprint: str) -> HeldState:
+        """A state that a caller can read."""
+        if fingerprint != self._fingerprint:
+            accepted = f"{self._fingerprint}; weights, configuration, numerics and page size of both ends must agree"
+            raise bad_field("fingerprint", fingerprint, accepted, "KV_LAYOUT_MISMATCH")
+        return self._find(kv_id)
 
     def _find(self, kv_id: str) -> HeldState:
         state = self._leases.find(kv_id)
@@ -130,6 +152,11 @@ def _add(service: Any, server: grpc.aio.Server) -> None:
             service.Describe,
             kv_transfer_pb2.KvDescribeRequest.FromString,
             kv_transfer_pb2.KvLayout.SerializeToString,
+        ),
+        "Offer": grpc.unary_unary_rpc_method_handler(
+            service.Offer,
+            kv_transfer_pb2.KvOfferRequest.FromString,
+            kv_transfer_pb2.KvOffered.SerializeToString,
         ),
         "Pull": grpc.unary_stream_rpc_method_handler(service.Pull, kv_transfer_pb2.KvPullRequest.FromString, None),
     }

@@ -16,10 +16,12 @@ from deepinfer_jax.settings import EngineSettings
 from serving.held_state import HeapStorage, HeldState, SectionStorage
 from serving.kv_transfer import KvTransferService
 from serving.leases import DEFAULT_LEASE_SECONDS, Leases, keep_swept
+from serving.offers import Offers
 from serving.prefill import PrefillService
 from serving.proto.deepinfer.v1.inference_pb2 import ModelInfo
 from serving.server import Service
 from serving.shared_files import SharedStorage, keep_removed
+from serving.transfer_engine import TransferEngine
 
 _log = logging.getLogger("serving.kv")
 
@@ -57,6 +59,7 @@ class PrefillWorker:
         settings: EngineSettings,
         info: ModelInfo,
         holding: HoldingSettings | None = None,
+        transferring: TransferEngine | None = None,
     ) -> None:
         """Make a worker over an engine, which is closed by whoever made it.
 
@@ -65,15 +68,17 @@ class PrefillWorker:
           config, settings: its.
           info: what is served.
           holding: what is held.
+          transferring: where states are offered too, closed by whoever made it; None offers them nowhere.
         """
         holding = holding or HoldingSettings()
-        self._shared = holding.shared
+        self._shared, self._transferring = holding.shared, transferring
+        self._offers = None if transferring is None else Offers(transferring)
         self.leases: Leases[HeldState] = Leases(
             seconds=holding.lease_seconds, most_bytes=holding.most_bytes, most_states=holding.most_states
         )
         self._sealer = ThreadPoolExecutor(holding.sealing_threads, "sealing")
         self._prefill = PrefillService(engine, settings, info, self.leases, storage=self._storage, sealer=self._sealer)
-        self.transfer = KvTransferService(engine.receiver.form, config.kv_source_layer_ids, self.leases)
+        self.transfer = KvTransferService(engine.receiver.form, config.kv_source_layer_ids, self.leases, self._offers)
         self._sweeping: list[asyncio.Task[None]] = []
 
     def services(self) -> tuple[Service, Service]:
@@ -82,7 +87,8 @@ class PrefillWorker:
 
     def advertise(self, uris: Sequence[str]) -> None:
         """Say where the bulk plane is reached, ``grpc://HOST:PORT``; before the first call."""
-        self._prefill.advertise(uris)
+        own = [] if self._transferring is None else [self._transferring.uri]
+        self._prefill.advertise([*own, *uris])
 
     async def __aenter__(self) -> PrefillWorker:
         self._sweeping = [asyncio.create_task(keep_swept(self.leases))]
@@ -97,6 +103,8 @@ class PrefillWorker:
             task.cancel()
         await asyncio.gather(*self._sweeping, return_exceptions=True)
         self.leases.drop_all("the worker has ended")
+        if self._offers is not None:
+            await self._offers.close()
         self._sealer.shutdown(wait=False, cancel_futures=True)
 
     def _storage(self) -> SectionStorage:

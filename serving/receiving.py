@@ -15,10 +15,12 @@ from deepinfer_jax.arrival import Receiver
 from deepinfer_jax.replay import Replay
 from serving.arrivals import DEFAULT_MOST_BYTES, Arrivals
 from serving.grpc_transport import GrpcTransport
+from serving.jax_transport import JaxTransport
 from serving.kv_transport import KvFetcher, KvTransport
 from serving.shared_files import keep_removed
 from serving.shm_transport import ShmTransport
 from serving.state_pulls import PullSettings
+from serving.transfer_engine import TransferEngine
 
 Changes = Callable[[Sequence[KvTransport]], Sequence[KvTransport]]
 
@@ -47,6 +49,7 @@ async def receiving(
     settings: ReceivingSettings | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     changes: Changes = lambda transports: transports,
+    transferring: TransferEngine | None = None,
 ) -> AsyncIterator[Arrivals]:
     """States for one engine. Leave the context when no call needs any more.
 
@@ -55,12 +58,15 @@ async def receiving(
       settings: how states are taken.
       credentials: for their holders; None is plain text.
       changes: replaces transports.
+      transferring: pulls from those of other processes, closed by whoever made it; None pulls nothing.
     """
     settings = settings or ReceivingSettings()
     opener = ThreadPoolExecutor(settings.opening_threads, "opening")
     pulling = GrpcTransport(receiver.form, settings.pulls, credentials)
     transports: list[KvTransport] = [pulling]
     tasks = []
+    if transferring is not None:
+        transports.insert(0, JaxTransport(pulling, transferring, opener))
     if settings.shared is not None:
         transports.insert(0, ShmTransport(pulling, opener, settings.shared))
         tasks.append(asyncio.create_task(keep_removed(settings.shared)))

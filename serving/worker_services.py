@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from serving.receiving import ReceivingSettings, receiving
 from serving.server import Service
 from serving.shared_files import DIRECTORY, host_id
 from serving.state_pulls import PullSettings
+from serving.transfer_engine import TransferEngine, TransferEngineError
 from serving.worker_metrics import arrivals_registry, holding_registry
 
+_log = logging.getLogger("serving.kv")
 _SETTLING_SECONDS = 0.05
 
 
@@ -47,7 +50,7 @@ class WorkerServices:
 
 @contextlib.asynccontextmanager
 async def worker_services(
-    inner: Engine, engine: AsyncEngine, info: ModelInfo, section: KvSection
+    inner: Engine, engine: AsyncEngine, info: ModelInfo, section: KvSection, host: str = "127.0.0.1"
 ) -> AsyncIterator[WorkerServices]:
     """The services of the role that ``info`` names; leave the context behind the server's end.
 
@@ -55,13 +58,17 @@ async def worker_services(
       inner, engine: the engine, and what turns its loop.
       info: what is served.
       section: how state is handed over.
+      host: where other workers reach this machine.
     """
     registries = [inner.metrics.registry]
     if info.role == "prefill":
         holding = HoldingSettings(
             section.lease_seconds, section.held_bytes, section.held_states, shared=_shared(section)
         )
-        async with PrefillWorker(engine, inner.config, inner.settings, info, holding) as worker:
+        async with (
+            _transferring(section, host) as transferring,
+            PrefillWorker(engine, inner.config, inner.settings, info, holding, transferring) as worker,
+        ):
             answers = InferenceService(engine, info, held=worker.leases)
             registries.append(holding_registry(worker))
             services = (answers.service(), *worker.services())
@@ -74,12 +81,32 @@ async def worker_services(
     elif info.role == "decode":
         pulls = PullSettings(lanes=section.lanes, chunk_bytes=section.chunk_bytes)
         settings = ReceivingSettings(pulls, section.arriving_bytes, shared=_shared(section))
-        async with receiving(engine.receiver, inner.settings.replay, settings) as arrivals:
+        replay = inner.settings.replay
+        async with (
+            _transferring(section, host) as transferring,
+            receiving(engine.receiver, replay, settings, transferring=transferring) as arrivals,
+        ):
             answers = InferenceService(engine, info, arrivals=arrivals)
             registries.append(arrivals_registry(arrivals))
             yield WorkerServices([answers.service()], registries)
     else:
         yield WorkerServices([InferenceService(engine, info).service()], registries)
+
+
+@contextlib.asynccontextmanager
+async def _transferring(section: KvSection, host: str) -> AsyncIterator[TransferEngine | None]:
+    """This process's end of the transfer engine; None where that is not wanted, or does not start."""
+    transferring = None
+    if "jax" in section.transports:
+        try:
+            transferring = TransferEngine(host)
+        except TransferEngineError:
+            _log.warning("transport jax is not available", exc_info=True)
+    try:
+        yield transferring
+    finally:
+        if transferring is not None:
+            transferring.close()
 
 
 def _shared(section: KvSection) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import signal
@@ -16,6 +17,7 @@ from serving.configuration import ROLES, Configuration, load_configuration, merg
 from serving.deployment import deploy, process_name
 from serving.loaded_engine import load_engine
 from serving.logs import start_logging
+from serving.transfer_probe import available
 
 _log = logging.getLogger("serving.command")
 
@@ -100,6 +102,8 @@ def run(configuration: Configuration) -> None:
     start_logging(configuration.logging.level, configuration.logging.format, name, logging.StreamHandler())
     built = None
     if server.role != "gateway":
+        # Before this process has the device, which some cannot share.
+        configuration = dataclasses.replace(configuration, kv=available(configuration.kv, server.role))
         built = load_engine(configuration, name, lambda line: _log.info("starting: %s", line))
     asyncio.run(_serve(configuration, name, built))
     _log.info("ended")

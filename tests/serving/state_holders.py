@@ -9,9 +9,11 @@ from deepinfer_jax.cache.records import BlockPlanes, take_rows
 from deepinfer_jax.errors import SnapshotError
 from serving.grpc_transport import GrpcTransport
 from serving.held_state import HeapStorage, HeldState
+from serving.jax_transport import JaxTransport
 from serving.kv_transfer import KvTransferService
 from serving.kv_transport import KvFetcher, TransferProgress
 from serving.leases import Leases
+from serving.offers import Offers
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle
 from serving.shared_files import SharedStorage
 from serving.shm_transport import ShmTransport
@@ -26,8 +28,8 @@ QUICK = PullSettings(lanes=2, range_bytes=200_000, chunk_bytes=1 << 16, attempts
 class TamperedTransfer(KvTransferService):
     """Passes every message of a Pull through ``tamper``, an asynchronous generator of what is sent instead."""
 
-    def __init__(self, form, leases, tamper):
-        super().__init__(form, GROUPS, leases)
+    def __init__(self, form, leases, tamper, offers=None):
+        super().__init__(form, GROUPS, leases, offers)
         self.tamper = tamper
 
     async def _send(self, message, kv_id, call):
@@ -72,10 +74,14 @@ class Growing:
 class Holder:
     """Holds states, and fetches them as another process would."""
 
-    def __init__(self, leases, service, uri, shared, threads, settings):
+    def __init__(self, leases, service, uri, shared, threads, settings, engines=None):
         self.leases, self.service, self.uri, self.shared, self.threads = leases, service, uri, shared, threads
         self.pulls = GrpcTransport(FORM, settings)
         transports = [self.pulls] if shared is None else [ShmTransport(self.pulls, threads, shared), self.pulls]
+        self.engine = None
+        if engines is not None:
+            self.engine, receiver = engines
+            transports.insert(0, JaxTransport(self.pulls, receiver, threads))
         self.fetcher = KvFetcher(transports)
 
     def hold(self, computed, seed=0):
@@ -91,6 +97,8 @@ class Holder:
         endpoints = [KvEndpoint(uri=self.uri)]
         if made[0].endpoint is not None:
             endpoints.insert(0, made[0].endpoint)
+        if self.engine is not None:
+            endpoints.insert(0, KvEndpoint(uri=self.engine.uri))
         handle = KvHandle(
             kv_id=kv_id, endpoints=endpoints, fingerprint=FORM.fingerprint.hex(), computed_tokens=computed
         )
@@ -115,18 +123,25 @@ class Holder:
 
 
 @contextlib.asynccontextmanager
-async def holder(tamper=untouched, *, shared=None, settings=QUICK, **table):
-    """A holder that holds nothing at the end."""
+async def holder(tamper=untouched, *, shared=None, settings=QUICK, engines=None, offering=None, **table):
+    """A holder that holds nothing at the end.
+
+    ``engines``: a transfer engine that offers by the settings ``offering``, and one that pulls.
+    """
     leases = Leases(**({"most_bytes": 1 << 30, "most_states": 9} | table))
-    service = TamperedTransfer(FORM, leases, tamper)
+    offers = None if engines is None else Offers(engines[0], offering)
+    service = TamperedTransfer(FORM, leases, tamper, offers)
     with ThreadPoolExecutor(2) as threads:
         async with started(service, grace=0.0) as (server, target):
-            held = Holder(leases, service, f"grpc://{target}", shared, threads, settings)
-            held.server = server
+            held = Holder(leases, service, f"grpc://{target}", shared, threads, settings, engines)
+            held.server, held.offers = server, offers
             try:
                 yield held
                 await held.settle()
             finally:
                 leases.drop_all("the test has ended")
+                if offers is not None:
+                    await offers.close()
+                    assert len(offers) == 0
                 await held.fetcher.close()
     assert shared is None or list(shared.iterdir()) == []

@@ -33,6 +33,15 @@ def test_a_file_is_read_and_overrides_win(tmp_path) -> None:
     assert configuration.model.name == "a b"
 
 
+def test_the_transfer_engine_is_used_where_it_is_asked_for_and_the_file_says_what_it_needs() -> None:
+    assert Configuration().kv.transports == ("shm", "grpc")
+    configuration = load_configuration(None, {"kv": {"transports": ["shm", "jax", "grpc"]}})
+    printed = configuration.toml()
+    assert configuration.kv.transports == ("shm", "jax", "grpc")
+    assert "jax needs a network where" in printed.replace("\n# ", " ")
+    assert 'transports = ["shm", "jax", "grpc"]' in printed
+
+
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
