@@ -43,7 +43,15 @@ def _engine_that_works():
         pytest.skip(f"transport jax is not available: {reason}")
 
 
-@pytest.mark.parametrize("name", [function.__name__ for function in SCENARIOS])
+# The others take a process each, and are part of the long campaigns.
+ALWAYS = ("a_state_arrives_whole_while_it_grows", "damaged_bytes_are_found_and_pulled_by_grpc")
+NAMES = [
+    pytest.param(function.__name__, marks=() if function.__name__ in ALWAYS else pytest.mark.slow)
+    for function in SCENARIOS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_scenario(name):
     command = [sys.executable, "-m", "tests.serving.jax_scenarios", name]
     ended = subprocess.run(command, env=PROCESS_ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
