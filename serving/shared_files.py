@@ -32,7 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX = "deepinfer-kv"
 _NAME = re.compile(rf"{_PREFIX}-[0-9]+-[0-9a-f]{{32}}")
 # Linux writes at most 1,024 buffers at a time.
-_BUFFERS_AT_ONCE = 512
+_BUFFERS_AT_ONCE = 1024
 _REMOVAL_SECONDS = 30.0
 
 

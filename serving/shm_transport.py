@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from concurrent.futures import Executor
 from pathlib import Path
@@ -84,12 +85,13 @@ class _GrowingFile:
 
     def __init__(self, path: Path, plan: StatePlan) -> None:
         self._planned, self._place, self._at = plan.sections, 0, 0
+        self._read = 0
         self.sections: dict[str, bytes | memoryview] = {}
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise TransportError("KV_EXPIRED", f"the file of the state cannot be opened: {error.strerror}") from error
-        self._most = plan.most_bytes
+        self._buffer = _large_buffer(plan.most_bytes)
 
     @property
     def complete(self) -> bool:
@@ -115,20 +117,38 @@ class _GrowingFile:
           TransportError: the file has shrunk, or holds what cannot be there.
         """
         size = os.fstat(self._file).st_size
-        if size < self._at or size > self._most:
+        if size < self._read or size > len(self._buffer):
             found = f"the file of the state has {size} bytes"
-            raise TransportError("KV_DAMAGED" if size else "KV_EXPIRED", f"{found}, {self._at} of which were read")
-        most = max(_READ_BYTES, self.due.most)
-        content = memoryview(os.pread(self._file, min(size - self._at, most), self._at))
-        begin = self._at
-        while not self.complete and content:
-            stated = stated_bytes(content)
-            if stated is not None and not self.due.least <= stated <= self.due.most:
-                raise TransportError("KV_DAMAGED", f"{self.due.name} cannot have {stated} bytes")
-            if stated is None or stated > len(content):
+            raise TransportError("KV_DAMAGED" if size else "KV_EXPIRED", f"{found}, {self._read} of which were read")
+        part = self._buffer[self._read : min(size, self._read + _READ_BYTES)]
+        self._read += os.preadv(self._file, [part], self._read)
+        begin, content = self._at, self._buffer[: self._read]
+        for section in self._planned[self._place :]:
+            behind = self._at + _size(section, content[self._at :])
+            if behind > self._read:
                 break
-            self.sections[self.due.name] = content[:stated]
-            content = content[stated:]
-            self._at += stated
+            self.sections[section.name] = content[self._at : behind]
+            self._at = behind
             self._place += 1
         return self._at - begin
+
+
+def _size(section: PlannedSection, content: memoryview) -> int:
+    """Bytes of a section that content begins with; more than there is where that cannot be said yet."""
+    if section.least == section.most:
+        # Whether it is that section is for its seal to say.
+        return section.most
+    stated = stated_bytes(content)
+    if stated is None:
+        return section.most
+    if not section.least <= stated <= section.most:
+        raise TransportError("KV_DAMAGED", f"{section.name} cannot have {stated} bytes")
+    return stated
+
+
+def _large_buffer(size: int) -> memoryview:
+    """Memory that is taken where it is written, in large pages: with small ones, half the time of a copy is theirs."""
+    buffer = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(buffer)
