@@ -4,13 +4,8 @@ SUPPORTED := 3.13 3.12 3.11
 PYTHON ?=
 ARGUMENTS ?=
 
-# Greedy, so that everybody sees the same.
-DEMO_SETTINGS := --temperature 0 --max-tokens 48
-DEMO_PROMPT := def main(argv=None):
-DEMO_CHAT := examples/chat.json
-
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint mutants aot clean
+.PHONY: help demo test test-all lint mutants campaign aot clean
 
 # Shell functions, run by the recipes with `eval`. They report on standard error and print their result.
 define SETUP
@@ -88,17 +83,11 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
-	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run or to the compiles."
+	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run, the campaign or the compiles."
 
-demo: ## continue a line of code and answer a chat, with the small trained model
+demo: ## serve the small trained model by three processes, and stream answers from them over gRPC
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
-	echo "$$ deepinfer-jax generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS)"; \
-	"$$environment/bin/deepinfer-jax" generate --prompt '$(DEMO_PROMPT)' $(DEMO_SETTINGS) || exit 1; \
-	echo; \
-	echo "$$ cat $(DEMO_CHAT)"; \
-	cat $(DEMO_CHAT); \
-	echo "$$ deepinfer-jax generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)"; \
-	"$$environment/bin/deepinfer-jax" generate --messages $(DEMO_CHAT) $(DEMO_SETTINGS)
+	"$$environment/bin/python" -m examples.demo
 
 test: ## check the style and run the tests with the newest supported Python found
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
@@ -121,6 +110,10 @@ lint: ## check style, format and types
 mutants: ## break the code on purpose, one place at a time, and see that the tests notice
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
 	"$$environment/bin/python" -m tests.mutants $(ARGUMENTS)
+
+campaign: ## load an engine with random requests for 20 minutes; nothing may grow, leak or compile
+	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
+	"$$environment/bin/python" -m tests.campaigns.random_load $(ARGUMENTS)
 
 aot: ## compile the released size for TPU, GPU and CPU meshes, in an environment of its own (1 GB of compilers)
 	@eval "$$SETUP"; environment=$$(environments first aot) || exit 1; \

@@ -27,11 +27,13 @@ class Arrival:
     blocks: records.BlockPlanes
     slot: records.SlotPlanes
 
-    @property
-    def restart(self) -> Restart:
-        """How the request began where the state comes from."""
+    def begin(self, sequence: Sequence, block_tokens: int) -> None:
+        """Let a new sequence begin where its state ends; blocks of a hit were named where the state comes from."""
         meta = self.meta
-        return Restart(meta.computed, meta.floor, meta.held, meta.decoder_floor, meta.replays)
+        sequence.suspended = self
+        sequence.restart = Restart(meta.computed, meta.floor, meta.held, meta.decoder_floor, meta.replays)
+        sequence.computed = sequence.confirmed = meta.computed
+        sequence.published, sequence.received_tokens = meta.held // block_tokens, meta.paged
 
     def check(self, request: Request, *, bounded: bool) -> None:
         """Check that this is the state of a request.
@@ -43,6 +45,8 @@ class Arrival:
             behind, or one that an exact engine must not take.
         """
         meta = self.meta
+        if request.params.n > 1:
+            raise InputError("n", request.params.n, "1 where state comes", "send one request for each branch")
         tokens = (*request.prompt, *request.answer)
         for name, found, wanted in (
             ("tokens", meta.tokens, tokens),

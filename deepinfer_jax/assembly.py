@@ -23,7 +23,7 @@ class Entry:
 
     ``start``, ``count``: its tokens. ``place``: where its sampled token stands among those of all shards, ``source``
     among those of its own; None where it samples none. ``last_row``: its last row among the kept rows of all shards, -1
-    where none is kept. ``slot``: its slot among those of all shards.
+    where none is kept. ``first_row``: its first one among all rows of all shards.
     """
 
     sequence: Sequence
@@ -32,7 +32,7 @@ class Entry:
     place: int | None
     source: int
     last_row: int
-    slot: int
+    first_row: int
 
 
 @dataclasses.dataclass
@@ -87,19 +87,15 @@ def choose_shape(shards: Items[Items[Chunk]], shapes: Items[StepShape]) -> StepS
 
 
 def _fits(chunks: Items[Chunk], shape: StepShape) -> bool:
-    singles = [chunk for chunk in chunks if len(chunk.tokens) == 1]
-    longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-    if shape.decode_rows:
-        if len(singles) > shape.decode_rows:
-            return False
-    else:
-        longer += singles
-    if not longer:
-        return True
-    if not shape.tile_rows:
+    # Steps without tiles take no image embeddings.
+    if not shape.prefill_tiles and any(chunk.image_embeddings is not None for chunk in chunks):
         return False
-    tiles = sum(-(-len(chunk.tokens) // shape.tile_rows) for chunk in longer)
-    kept = sum(-(-kept_tokens(chunk) // shape.tile_rows) for chunk in longer)
+    singles = [chunk for chunk in chunks if len(chunk.tokens) == 1]
+    tiled = [*singles[shape.decode_rows :], *(chunk for chunk in chunks if len(chunk.tokens) > 1)]
+    if not tiled or not shape.tile_rows:
+        return not tiled
+    tiles = sum(-(-len(chunk.tokens) // shape.tile_rows) for chunk in tiled)
+    kept = sum(-(-kept_tokens(chunk) // shape.tile_rows) for chunk in tiled)
     return tiles <= shape.prefill_tiles and (shape.kept_tiles is None or kept <= shape.kept_tiles)
 
 
@@ -131,8 +127,8 @@ def assemble(
                 slots[place] = books.number(part.sequence)
             last_row = -1 if end < 0 else shard * rows + end
             own = place if part.samples else None
-            number = books.number(part.sequence)
-            entries.append(Entry(part.sequence, part.start, part.count, own, source, last_row, number))
+            first_row = shard * shape.rows + start
+            entries.append(Entry(part.sequence, part.start, part.count, own, source, last_row, first_row))
     batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *[here.batch for here in packed])
     step = StepInput(batch=batch, block_tables=books.tables.copy(), samples=samples)
     return Assembled(shape, step, table.rows(slots, slots % books.slots, positions), entries)

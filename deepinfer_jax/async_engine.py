@@ -8,6 +8,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from deepinfer_jax.arrival import Arrival, Receiver
@@ -124,6 +125,15 @@ class AsyncEngine:
         """End a request between two steps, with last news to its stream; one that has ended stays as it is."""
         with contextlib.suppress(EngineClosedError):
             self._order(lambda: self._engine.abort(number), lambda error: None)
+
+    async def trace(self, directory: Path, steps: int) -> None:
+        """Have the next steps profiled; see :meth:`deepinfer_jax.engine.Engine.trace`.
+
+        Raises:
+          InputError: fewer steps than one, or the trace before has not ended.
+          EngineClosedError: the engine is closed.
+        """
+        await self.call(lambda engine: engine.trace(directory, steps))
 
     def _abort_submitted(self, submitted: asyncio.Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:

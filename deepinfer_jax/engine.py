@@ -13,21 +13,18 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-
-import numpy as np
-from jaxtyping import Int
+from pathlib import Path
 
 from deepinfer_jax.admission import Admissions
 from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.assembly import Assembled, Part, assemble
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache.records import StateFormat
-from deepinfer_jax.cache.snapshot import Rings
 from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.checkpoints import Checkpoints
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError, OverloadError
-from deepinfer_jax.handover import Handover
+from deepinfer_jax.handover import Handover, check_handover
 from deepinfer_jax.load import EngineLoad, engine_load
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import packing_seconds, recomputes, suspend
@@ -43,6 +40,7 @@ from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.store_traffic import StoreTraffic
 from deepinfer_jax.text.stop_strings import StopMatcher
 from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
+from deepinfer_jax.tracing import Tracer
 
 _SEED_BITS = 63
 
@@ -60,20 +58,18 @@ class Engine:
         form: StateFormat,
         costs: Mapping[StepShape, float],
         store: BlockStore | None = None,
-        token_map: Int[np.ndarray, " vocabulary"] | None = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use :func:`deepinfer_jax.engine_build.build_engine`, which makes all of this from a model.
 
         Args:
-          device: warmed up.
+          device: warmed up, or not: then steps are compiled when they are first needed.
           config, settings: of the model and of the engine.
           blocks: of each shard's pools.
           form: how the state is cut into records when it leaves the device, and its fingerprint.
-          costs: seconds of each step shape.
+          costs: seconds of each step shape, as far as they are known.
           store: where finished blocks go and prefix hits continue.
-          token_map: compressed id of every token id, for a model with Engram.
           tokenizer: for texts and stop strings.
           clock: seconds, steady.
         """
@@ -88,7 +84,7 @@ class Engine:
             fingerprint=form.fingerprint,
         )
         fill = math.nan if settings.poison else 0.0
-        self.receiver = Receiver(form, Rings.of(device.slot_planes), token_map, fill)
+        self.receiver = Receiver(form, device.rings, device.token_map, fill)
         self._device, self._tokenizer, self._clock, self._costs = device, tokenizer, clock, costs
         self._table = ChoiceTable(settings.n_shards * settings.slots)
         self._checkpoints = Checkpoints(settings.window_checkpoints)
@@ -111,6 +107,7 @@ class Engine:
         self._running: dict[int, Sequence] = {}
         self._ids, self._requests = itertools.count(), itertools.count()
         self._flying: StepRecord | None = None
+        self._tracer = Tracer()
         self._steps = 0
         # Steps behind which nothing was to run when they were read.
         self.drained_steps: set[int] = set()
@@ -138,17 +135,10 @@ class Engine:
           OverloadError: too many requests wait.
         """
         self.check(request)
-        params, cut = request.params, None
-        if encoder_only:
-            cut = self._encoder_rows(request, handover)
-        elif self.settings.encoder_only:
-            raise InputError("encoder_only", False, "True, as this engine has no decoder layers", "use another engine")
+        params, replay = request.params, self.settings.replay
+        cut = check_handover(request, replay, handover, encoder_only=encoder_only, half=self.settings.encoder_only)
         if arrival is not None:
-            arrival.check(request, bounded=self.settings.replay.mode == "bounded")
-        if params.n > 1 and (arrival is not None or handover is not None):
-            raise InputError("n", params.n, "1 where state comes or goes", "send one request for each branch")
-        if handover is not None and params.max_tokens <= len(request.answer):
-            raise InputError("max_tokens", params.max_tokens, "at least one new token where state is handed over")
+            arrival.check(request, bounded=replay.mode == "bounded")
         if self._admissions.count + params.n > self.settings.max_waiting:
             accepted = f"at most max_waiting {self.settings.max_waiting}"
             raise OverloadError("waiting requests", self._admissions.count + params.n, accepted, "try again later")
@@ -173,23 +163,10 @@ class Engine:
                 sequence.stream, sequence.matcher = TextStream(self._tokenizer), StopMatcher(params.stop)
                 sequence.matcher.push(sequence.stream.push(request.answer))
             if arrival is not None:
-                _continue(sequence, arrival, self.settings.block_tokens)
+                arrival.begin(sequence, self.settings.block_tokens)
             branches.append(sequence)
         self._admissions.add(branches)
         return number
-
-    def _encoder_rows(self, request: Request, handover: Handover | None) -> int:
-        """Rows of a prompt that end before the decoder layers."""
-        rows = self.settings.replay.decoder_floor(len(request.prompt))
-        if self.settings.replay.decoder != "compact":
-            accepted = "False, as decoder layers keep all rows here"
-            raise InputError("encoder_only", True, accepted, "use an engine of replay.decoder compact")
-        if handover is None or request.params.prompt_logprobs is not None:
-            raise InputError("encoder_only", True, "True where state is handed over, and no prompt_logprobs are wanted")
-        if not rows:
-            accepted = f"more than the {self.settings.replay.keep} that decoder layers keep"
-            raise InputError("prompt", f"{len(request.prompt)} tokens", accepted)
-        return rows
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served, before anything is queued.
@@ -197,31 +174,26 @@ class Engine:
         Raises:
           InputError: names the value and what is accepted.
         """
+        request.check(self.config)
         params = request.params
-        params.check(request.prompt, self.config)
         if params.stop and self._tokenizer is None:
             raise InputError("stop", params.stop, "no stop strings, as this engine has no tokenizer", "use stop_ids")
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and asked > self.settings.most_logprobs:
+                accepted = f"at most most_logprobs {self.settings.most_logprobs} of this engine"
+                raise InputError(name, asked, accepted)
         total, most = len(request.prompt) + params.max_tokens, self.settings.context(self.config)
         if total > most:
             raise InputError("prompt and new tokens", total, f"at most max_context {most}", "ask for fewer tokens")
         if self.books.blocks_for(total) > self.books.pool.blocks:
             room = self.books.pool.blocks * self.settings.block_tokens
             raise InputError("prompt and new tokens", total, f"at most {room}, all the pages there are")
-        if request.deadline is not None and not request.deadline > 0:
-            raise InputError("deadline", request.deadline, "seconds above 0")
-        if request.images and self.config.vision is None:
-            raise InputError("images", len(request.images), "none, as this model has no vision")
-        for span in request.images:
-            if not 0 <= span.start < span.stop <= len(request.prompt):
-                raise InputError(
-                    "image span", (span.start, span.stop), f"inside the prompt, 0 to {len(request.prompt)}"
-                )
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
         """End all branches of a request, wherever they are; their last news come with the next step."""
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             if sequence.request_id == request_id and sequence.finish_reason is None:
-                self._end(sequence, reason)
+                self._results.end(sequence, reason)
 
     def generate(
         self, requests: Items[Request], *, progress: Callable[[int], None] = lambda tokens: None
@@ -267,19 +239,38 @@ class Engine:
         """Wait until the blocks of everything that was read have reached the store."""
         self._traffic.flush()
 
+    def trace(self, directory: Path, steps: int) -> None:
+        """Write a profile of the next ``steps`` steps to a directory, in the format of ``jax.profiler``.
+
+        It ends early where the engine has nothing more to do, or is closed.
+
+        Raises:
+          InputError: fewer steps than one, or the trace before has not ended.
+        """
+        self._tracer.want(directory, steps)
+
     def close(self) -> None:
-        """End the store's thread, which gives up what it has not done; see :meth:`flush`. The engine can go on."""
+        """End the store's thread, which gives up what it has not done, and a trace. The engine can go on.
+
+        See :meth:`flush`.
+        """
         self._traffic.close()
+        self._tracer.end()
 
     # The loop.
 
     def step(self) -> list[Output]:
         """One turn: dispatch the next step, then read the one before. Returns what became known."""
         begin = time.thread_time()
+        if self.busy:
+            self._tracer.begin(self._steps + 1)
         self._expire()
         for sequence in self._admissions.admit(self._running.values()):
             self._running[sequence.id] = sequence
         assembled = self._plan()
+        if assembled is not None and self._flying is not None and not self._device.ready(assembled.shape):
+            # A compilation would hold back what is on its way already.
+            assembled = None
         following = None if assembled is None else self._dispatch(assembled)
         if self._flying is not None:
             if following is None:
@@ -287,6 +278,7 @@ class Engine:
             self.recorder.read(self._flying.number, self._results.take(self._flying))
             # Blocks must be on their way off the device before others may have them.
             self._traffic.turn(idle=following is None)
+            self._tracer.read(self._flying.number)
         self._flying = following
         for sequence in self._results.ended():
             self._leave(sequence)
@@ -294,6 +286,8 @@ class Engine:
         self._observe(time.thread_time() - begin)
         if self._flying is None and not self._running and not self._results.pending:
             self._traffic.rest()
+        if self._flying is None and not self._running and not self._admissions.count:
+            self._tracer.idle()
         return self._results.news()
 
     def _expire(self) -> None:
@@ -301,7 +295,7 @@ class Engine:
         for sequence in [*self._admissions.sequences(), *self._running.values()]:
             deadline = sequence.request.deadline
             if deadline is not None and now - sequence.arrival > deadline and sequence.finish_reason is None:
-                self._end(sequence, "deadline")
+                self._results.end(sequence, "deadline")
 
     def _plan(self) -> Assembled | None:
         self._make_room()
@@ -365,14 +359,17 @@ class Engine:
         self._admissions.return_to(sequence)
 
     def _rates(self) -> tuple[float, float]:
-        """Seconds of a prefill row, and of a block's way to the host and back."""
+        """Seconds of a prefill row, and of a block's way to the host and back; 0 where they were not measured."""
+        if not self._costs:
+            return 0.0, 0.0
         prefill = max(self._costs, key=lambda shape: shape.rows)
         return self._costs[prefill] / prefill.rows, self._device.block_seconds + self._packing_seconds
 
     def _dispatch(self, assembled: Assembled) -> StepRecord:
         self._steps += 1
         self.recorder.dispatched(self._steps, assembled.shape, assembled.step, assembled.choices)
-        flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
+        with self._tracer.step(self._steps):
+            flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
         record = StepRecord(self._steps, assembled, flight)
         self._results.prepare(record)
         for entry in assembled.entries:
@@ -382,9 +379,6 @@ class Engine:
             self._admissions.passed(sequence)
         self.metrics.steps.inc()
         return record
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        self._results.end(sequence, reason)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back everything of a sequence that ended."""
@@ -407,11 +401,3 @@ class Engine:
         metrics.used_slots.set(self.books.used_slots)
         metrics.held_windows.set(len(self._checkpoints))
         metrics.recompiles.inc(self._device.new_compiles())
-
-
-def _continue(sequence: Sequence, arrival: Arrival, block_tokens: int) -> None:
-    """Let a sequence begin where its state ends; blocks of a hit were named where the state comes from."""
-    meta = arrival.meta
-    sequence.suspended, sequence.restart = arrival, arrival.restart
-    sequence.computed = sequence.confirmed = meta.computed
-    sequence.published, sequence.received_tokens = meta.held // block_tokens, meta.paged

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.records import StateFormat
-from deepinfer_jax.cache.state import State, initial_state
+from deepinfer_jax.cache.state import State
 from deepinfer_jax.cache.store import BlockStore
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.errors import ConfigError
+from deepinfer_jax.memory import block_bytes, free_bytes, page_blocks
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parallel.spread_engine import empty_shards, spread
 from deepinfer_jax.runtime.device import Device, StepSettings, local_functions
-from deepinfer_jax.runtime.inflight import InFlight
 from deepinfer_jax.runtime.sampler import Counts
 from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def build_engine(
     store: BlockStore | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Allocate the state, compile every step, and start an engine.
+    """Allocate the state, compile every step unless the settings put it off, and start an engine.
 
     Args:
       params, config, numerics: the model; in the form that runs fastest here, or unrolled for several devices.
@@ -48,12 +49,11 @@ def build_engine(
       progress: told what is being compiled.
 
     Raises:
-      ConfigError: settings that the model cannot have, or too little memory for a single request.
+      ConfigError: settings that the model cannot have, or memory that does not hold a block or is not known.
     """
     drafts = config.draft.block_size if config.draft else 0
     settings.replay.check(config, drafts)
     layout = PageLayout.of(config, settings.block_tokens)
-    blocks = settings.blocks or affordable_blocks(config, numerics, layout, settings.memory)
     step = StepSettings(
         deterministic=settings.deterministic,
         most=settings.most_logprobs,
@@ -74,6 +74,9 @@ def build_engine(
     elif shards != 1:
         raise ConfigError("n_shards", shards, "1 on a single device", "give as many devices as shards")
 
+    places = devices or sorted(jnp.zeros(()).devices(), key=str)
+    blocks = page_blocks(settings, block_bytes(config, numerics, layout), lambda: free_bytes(places))
+
     def fresh() -> tuple[State, Counts, Array]:
         empty = empty_shards(
             config,
@@ -88,7 +91,6 @@ def build_engine(
         )
         return empty if place is None else place(*empty)
 
-    token_map = None if params.token_map is None else InFlight(params.token_map).read()
     device = Device(
         params,
         fresh,
@@ -98,7 +100,7 @@ def build_engine(
         n_shards=shards,
         tables_width=settings.tables_width(config),
     )
-    costs = device.warm_up(progress)
+    costs = device.warm_up(progress) if settings.compile_ahead else {}
     form = StateFormat.of(weights_id, config, numerics, layout)
     return Engine(
         device,
@@ -108,19 +110,5 @@ def build_engine(
         form=form,
         costs=costs,
         store=store,
-        token_map=token_map,
         tokenizer=tokenizer,
     )
-
-
-def affordable_blocks(config: ModelConfig, numerics: Numerics, layout: PageLayout, memory: int) -> int:
-    """How many blocks ``memory`` bytes hold.
-
-    Raises:
-      ConfigError: not a single one.
-    """
-    one = jax.eval_shape(lambda: initial_state(config, numerics, slots=1, blocks=1, layout=layout))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((one.main, one.index)))
-    if memory < size:
-        raise ConfigError("memory", memory, f"bytes for at least one block, {size}")
-    return memory // size if size else 1

@@ -8,6 +8,9 @@ from typing import Any
 
 from deepinfer_jax.cache.records import BlockPlanes, StateFormat, block_count, take_rows
 from deepinfer_jax.cache.snapshot import META, SnapshotMeta, pack_blocks, pack_slot
+from deepinfer_jax.errors import InputError
+from deepinfer_jax.replay import Replay
+from deepinfer_jax.request import Request
 
 
 class Handover:
@@ -114,6 +117,42 @@ class Handover:
     def snapshot(self) -> dict[str, bytes]:
         """All sections of a complete state."""
         return self.pages(0, self.ready) | self.rest()
+
+
+def check_handover(
+    request: Request, replay: Replay, handover: Handover | None, *, encoder_only: bool, half: bool
+) -> int | None:
+    """Check what an engine is to give away of a request. Returns how many of its tokens run here, None for all.
+
+    Args:
+      request: the request.
+      replay: the engine's.
+      handover: where the state goes, if anywhere.
+      encoder_only: rows that decoder layers keep run elsewhere.
+      half: the engine has the encoder side alone.
+
+    Raises:
+      InputError: the engine cannot do it, or nothing would be left to compute on one of the sides.
+    """
+    params = request.params
+    if half and not encoder_only:
+        raise InputError("encoder_only", False, "True, as this engine has no decoder layers", "use another engine")
+    if handover is not None and params.n > 1:
+        raise InputError("n", params.n, "1 where state is handed over", "send one request for each branch")
+    if handover is not None and params.max_tokens <= len(request.answer):
+        raise InputError("max_tokens", params.max_tokens, "at least one new token where state is handed over")
+    if not encoder_only:
+        return None
+    if replay.decoder != "compact":
+        accepted = "False, as decoder layers keep all rows here"
+        raise InputError("encoder_only", True, accepted, "use an engine of replay.decoder compact")
+    if handover is None or params.prompt_logprobs is not None:
+        raise InputError("encoder_only", True, "True where state is handed over, and no prompt_logprobs are wanted")
+    rows = replay.decoder_floor(len(request.prompt))
+    if not rows:
+        accepted = f"more than the {replay.keep} that decoder layers keep"
+        raise InputError("prompt", f"{len(request.prompt)} tokens", accepted)
+    return rows
 
 
 def _block(planes: Any, place: int) -> BlockPlanes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from numbers import Integral
 from typing import Any
 
 from deepinfer_jax.config import ModelConfig
@@ -33,6 +33,13 @@ def _check_number(name: str, value: object, least: float, most: float, *, above:
         raise InputError(name, value, accepted)
     if not least <= value <= most or (above and value == least):
         raise InputError(name, value, accepted)
+
+
+def _is_id(token: object, vocabulary: int) -> bool:
+    # Numpy's integers are welcome; its booleans are none, and Python's are.
+    if isinstance(token, bool):
+        return False
+    return isinstance(token, Integral) and 0 <= int(token) < vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +77,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = MappingProxyType({})
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -121,12 +128,9 @@ class SamplingParams:
         if not prompt:
             raise InputError("prompt", list(prompt), "at least one token")
         accepted = f"0 to {config.vocab_size - 1}, the ids of this model's vocabulary"
-        for token in prompt:
-            if not 0 <= token < config.vocab_size:
-                raise InputError("token id", token, accepted)
-        for name, tokens in (("stop_ids", self.stop_ids), ("logit_bias", self.logit_bias)):
+        for name, tokens in (("token id", prompt), ("stop_ids", self.stop_ids), ("logit_bias", self.logit_bias)):
             for token in tokens:
-                if not 0 <= token < config.vocab_size:
+                if not _is_id(token, config.vocab_size):
                     raise InputError(name, token, accepted)
         total = len(prompt) + self.max_tokens
         if total > config.max_position_embeddings:
@@ -171,6 +175,26 @@ class Request:
     images: tuple[ImageSpan, ...] = ()
     read_cache: bool = True
     answer: tuple[int, ...] = ()
+
+    def check(self, config: ModelConfig) -> None:
+        """Check against a model.
+
+        Raises:
+            InputError: names the first value that cannot be served, and what is accepted.
+        """
+        self.params.check(self.prompt, config)
+        if self.deadline is not None and not self.deadline > 0:
+            raise InputError("deadline", self.deadline, "seconds above 0")
+        if self.images and config.vision is None:
+            raise InputError("images", len(self.images), "none, as this model has no vision")
+        end = 0
+        for span in self.images:
+            if not end <= span.start < span.stop <= len(self.prompt):
+                accepted = f"inside the prompt and behind the image before, {end} to {len(self.prompt)}"
+                raise InputError("image span", (span.start, span.stop), accepted)
+            shape, end = (span.stop - span.start, config.hidden_size), span.stop
+            if tuple(span.embeddings.shape) != shape:
+                raise InputError("image embeddings", tuple(span.embeddings.shape), f"shape {shape}, of the span")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from deepinfer_jax.assembly import Assembled, Entry
 from deepinfer_jax.books import Books
 from deepinfer_jax.checkpoints import Checkpoints
+from deepinfer_jax.errors import InputError
 from deepinfer_jax.metrics import Metrics
 from deepinfer_jax.preemption import describe
 from deepinfer_jax.request import Logprob, Output
@@ -118,8 +119,9 @@ class Results:
             if sequence.finish_reason is not None:
                 self._metrics.wasted_rows.inc(entry.count)
                 continue
-            if not stepped.finite[entry.slot] or (entry.place is not None and not sampled.finite[entry.place]):
-                self.end(sequence, "error", error="the model's scores are not finite")
+            refused = _not_finite(entry, stepped)
+            if refused is not None:
+                self.end(sequence, "error", error=refused)
                 continue
             # One that gave way by recomputation begins anew, without a slot.
             if sequence.slot is not None or sequence.suspended is not None:
@@ -182,11 +184,16 @@ class Results:
         if token in sequence.ends:
             self.end(sequence, "stop", matched=token)
             return
-        sequence.tokens.append(token)
-        self._metrics.generated_tokens.inc()
         text = ""
         if sequence.stream is not None and sequence.matcher is not None:
-            text = sequence.matcher.push(sequence.stream.push([token]))
+            try:
+                text = sequence.matcher.push(sequence.stream.push([token]))
+            except InputError as refused:
+                # The vocabulary of the model may be larger than that of its tokenizer.
+                self.end(sequence, "error", error=str(refused))
+                return
+        sequence.tokens.append(token)
+        self._metrics.generated_tokens.inc()
         logprobs: tuple[Logprob, ...] = ()
         if params.logprobs is not None:
             logprobs = (_logprob(token, place, sampled, params.logprobs),)
@@ -294,6 +301,15 @@ class Results:
         if self._settings.replay.decoder == "compact":
             kept = min(entry.count, max(0, stop - sequence.restart.decoder_floor))
         self._metrics.decoder_rows.inc(kept)
+
+
+def _not_finite(entry: Entry, stepped: Any) -> str | None:
+    """What a step gave for a sequence that must not be used. NaN in the pages need not show in any score."""
+    if not stepped.finite[entry.first_row : entry.first_row + entry.count].all():
+        return "the model's cached keys are not finite"
+    if entry.place is not None and not stepped.sampled.finite[entry.place]:
+        return "the model's scores are not finite"
+    return None
 
 
 def _logprob(token: int, place: int, sampled: Any, most: int) -> Logprob:

@@ -20,7 +20,9 @@ class EngineSettings:
 
     Attributes:
         slots: requests that run at a time, on each shard.
-        blocks: blocks in each shard's page pools; None takes as many as ``memory`` bytes hold.
+        blocks: blocks in each shard's page pools; None takes as many as the memory holds that the next two name.
+        memory_fraction: share of the memory that each shard's device has free beside the parameters, above 0 to 1, for
+            its page pools; None takes ``memory``. What steps need besides must fit into the rest.
         memory: bytes of each shard's page pools.
         block_tokens: tokens of a block; also the rows of a prefill tile unless ``tile_rows`` says otherwise.
         max_context: most tokens of a request, prompt and answer; None takes the model's most.
@@ -34,6 +36,8 @@ class EngineSettings:
         encoder_only: the engine has the encoder side of a model alone, and serves requests that hand over.
         n_shards: shards over which requests are spread.
         most_logprobs: likeliest tokens that can be asked for.
+        compile_ahead: compile and time every step before the engine starts; otherwise each when it is first needed, so
+            that a first token comes sooner and later ones wait.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
         max_drafts: drafts that a step may verify, for which the window rings have room; None takes the model's block.
         store_patience: seconds that a new request waits for what a block store has of its prompt.
@@ -44,6 +48,7 @@ class EngineSettings:
 
     slots: int = 8
     blocks: int | None = None
+    memory_fraction: float | None = None
     memory: int = 1 << 28
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     max_context: int | None = None
@@ -57,6 +62,7 @@ class EngineSettings:
     encoder_only: bool = False
     n_shards: int = 1
     most_logprobs: int = MOST_LOGPROBS
+    compile_ahead: bool = True
     preemption: str = "auto"
     max_drafts: int | None = None
     store_patience: float = 0.2
@@ -74,6 +80,8 @@ class EngineSettings:
                 raise ConfigError(name, value, "1 or more")
         if self.encoder_only and self.replay.decoder != "compact":
             raise ConfigError("encoder_only", True, "False unless replay.decoder is compact")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError("memory_fraction", self.memory_fraction, "above 0 to 1")
         if self.preemption not in PREEMPTION_WAYS:
             raise ConfigError("preemption", self.preemption, f"one of {', '.join(PREEMPTION_WAYS)}")
         for name in ("window_checkpoints", "store_patience", "store_queue", "max_drafts"):
@@ -84,6 +92,23 @@ class EngineSettings:
             sizes = getattr(self, name)
             if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
                 raise ConfigError(name, sizes, "sizes of 1 or more, ascending")
+
+    @classmethod
+    def for_one(cls, tokens: int) -> EngineSettings:
+        """For one request at a time, of at most ``tokens`` tokens with its answer: nothing is made that it never needs.
+
+        There is room for a power of two of blocks, so that requests of similar length share compiled steps.
+        """
+        blocks = 1 << (-(-tokens // cls.block_tokens) - 1).bit_length()
+        return cls(
+            slots=1,
+            blocks=blocks,
+            max_context=blocks * cls.block_tokens,
+            decode_rows=(1,),
+            prefill_tiles=(1,),
+            window_checkpoints=0,
+            compile_ahead=False,
+        )
 
     @property
     def rows_per_tile(self) -> int:
@@ -102,11 +127,13 @@ class EngineSettings:
         """The ladder of step shapes: decode steps, then steps with prefill tiles beside all decode rows.
 
         With compact decoder replay a prefill step exists without kept tiles, with one, and with all of them; without
-        decoder layers only the first of these.
+        decoder layers only the first of these. A single request never decodes beside a prompt: its prefill steps have
+        no decode rows, where other rows are kept.
         """
         if self.encoder_only:
             return tuple(StepShape(0, tiles, self.rows_per_tile, 0) for tiles in self.prefill_tiles)
-        most = self.decode_rows[-1]
+        alone = self.slots * self.n_shards == 1 and self.replay.decoder != "compact"
+        most = 0 if alone else self.decode_rows[-1]
         ladder = [StepShape(rows, 0, 0, self._kept(0)) for rows in self.decode_rows]
         for tiles in self.prefill_tiles:
             for kept in sorted({0, 1, tiles}) if self.replay.decoder == "compact" else [None]:

@@ -97,7 +97,7 @@ class AsyncClient:
         self, call: GenerateCall, message: inference_pb2.GenerateRequest, timeout: float
     ) -> AsyncIterator[Event]:
         reader = AnswerReader(call.prompt)
-        stream = self._stub.Generate(message, timeout=timeout)
+        stream = self._stub.Generate(message, timeout=timeout, metadata=call.metadata)
         try:
             async for response in stream:
                 yield reader.event(response)

@@ -24,6 +24,7 @@ from serving.status import trailers_of
 
 _log = logging.getLogger("serving.calls")
 _PROTOCOL = "/deepinfer.v1."
+_QUESTIONS = frozenset({"GetLoad", "GetModelInfo"})
 
 Behaviour = Callable[[Any, ServedCall], Any]
 
@@ -140,4 +141,6 @@ def _decoded(decode: Callable[[bytes], Any], content: bytes) -> Any:
 def _report(call: ServedCall, error: ServingError | None, seconds: float) -> None:
     code = "OK" if error is None else error.code.name
     fields = {"method": call.method, "request_id": call.request_id, "code": code, "seconds": seconds}
-    _log.info("call", extra=fields | {"reason": "" if error is None else error.reason})
+    # Gateways ask for these all the time.
+    level = logging.DEBUG if error is None and call.method.rpartition("/")[2] in _QUESTIONS else logging.INFO
+    _log.log(level, "call", extra=fields | {"reason": "" if error is None else error.reason})

@@ -117,7 +117,7 @@ class Client:
 
     def _events(self, call: GenerateCall, message: inference_pb2.GenerateRequest, timeout: float) -> Iterator[Event]:
         reader = AnswerReader(call.prompt)
-        stream = self._stub.Generate(message, timeout=timeout)
+        stream = self._stub.Generate(message, timeout=timeout, metadata=call.metadata)
         try:
             for response in stream:
                 yield reader.event(response)

@@ -7,6 +7,7 @@ import dataclasses
 from deepinfer_jax.request import Request, SamplingParams
 from deepinfer_jax.sequence import branch_seed
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvHandle
+from serving.served_call import REQUEST_ID
 
 Retention = str | float
 """``transient``, ``chat`` or ``agent``, or seconds."""
@@ -46,6 +47,11 @@ class GenerateCall:
     kv: KvHandle | None = None
     first_token: int | None = None
     traceparent: str = ""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What names the call in the logs of servers."""
+        return ((REQUEST_ID, self.request_id),) if self.request_id else ()
 
     def engine_request(self, deadline: float | None) -> Request:
         """What the engine is asked for; ``deadline``: seconds from now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -95,12 +95,18 @@ class Server:
         """Tell health checks that work is welcome."""
         await self._say(health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self, grace: float) -> None:
-        """Go down: unhealthy first, then no new work, then the end of what runs or of ``grace`` seconds."""
+    async def stop(self, grace: float, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Go down: unhealthy first, then no new work, then the end of what runs or of ``grace`` seconds.
+
+        ``settled``: waits for what is to be done besides, while calls that end old work are still taken.
+        """
         await self._health.enter_graceful_shutdown()
         self.guard.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.guard.idle(), grace)
+            async with asyncio.timeout(grace):
+                await self.guard.idle()
+                if settled is not None:
+                    await settled()
         await self._server.stop(STOP_SECONDS)
 
     async def _say(self, status: Any) -> None:

@@ -96,7 +96,6 @@ def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, bu
         form=state_format(numerics),
         costs=first._costs,
         store=store,
-        token_map=first.receiver.token_map,
         **more,
     )
 

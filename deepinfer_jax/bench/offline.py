@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -25,16 +26,23 @@ from deepinfer_jax.settings import EngineSettings
 
 @dataclasses.dataclass(frozen=True)
 class OfflineWorkload:
-    """``concurrency`` requests at a time, each with ``prompt`` tokens and ``steps`` new ones; best of ``repeats``."""
+    """``concurrency`` requests at a time, each with ``prompt`` tokens and ``steps`` new ones; best of ``repeats``.
+
+    ``deterministic``: whether a request's tokens are the same whatever else runs. ``trace``: a directory for a profile
+    of ``trace_steps`` decode steps of the highest concurrency, in a run of its own that is not measured.
+    """
 
     concurrency: tuple[int, ...] = (1, 8, 32)
     prompt: int = 512
     steps: int = 64
     repeats: int = 3
     seed: int = 0
+    deterministic: bool = False
+    trace: Path | None = None
+    trace_steps: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "steps", "repeats"):
+        for name in ("prompt", "steps", "repeats", "trace_steps"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "1 or more")
         if not self.concurrency or min(self.concurrency) < 1:
@@ -71,6 +79,7 @@ def measure_offline(
         decode_rows=ladder,
         prefill_tiles=(1, 4),
         window_checkpoints=0,
+        deterministic=work.deterministic,
     )
     engine = build_engine(params, config, numerics, settings, progress=progress)
     random = np.random.default_rng(work.seed)
@@ -81,18 +90,44 @@ def measure_offline(
             progress(f"concurrency {concurrency}, repeat {repeat + 1} of {work.repeats}")
             repeats.append(_decode(engine, config, work, concurrency, random))
         runs.append(max(repeats, key=lambda run: run.tokens_per_second))
+    if work.trace is not None:
+        progress(f"tracing {work.trace_steps} steps")
+        _trace(engine, config, work, ladder[-1], random, work.trace)
     return runs
+
+
+def _trace(
+    engine: Engine,
+    config: ModelConfig,
+    work: OfflineWorkload,
+    concurrency: int,
+    random: np.random.Generator,
+    directory: Path,
+) -> None:
+    """Steps in which every request decodes."""
+    _submit(engine, config, work, concurrency, random)
+    while engine.busy and len(engine.step()) < concurrency:
+        pass
+    engine.trace(directory, work.trace_steps)
+    while engine.busy:
+        engine.step()
+
+
+def _submit(
+    engine: Engine, config: ModelConfig, work: OfflineWorkload, concurrency: int, random: np.random.Generator
+) -> None:
+    params = SamplingParams(max_tokens=work.steps, temperature=0.0, ignore_eos=True)
+    for _ in range(concurrency):
+        prompt = random.integers(0, config.vocab_size, work.prompt)
+        engine.submit(Request(tuple(prompt.tolist()), params, read_cache=False))
 
 
 def _decode(
     engine: Engine, config: ModelConfig, work: OfflineWorkload, concurrency: int, random: np.random.Generator
 ) -> OfflineRun:
-    params = SamplingParams(max_tokens=work.steps, temperature=0.0, ignore_eos=True)
     recompiles = engine.metrics.value("recompiles_total")
     begin = time.perf_counter()
-    for _ in range(concurrency):
-        prompt = random.integers(0, config.vocab_size, work.prompt)
-        engine.submit(Request(tuple(prompt.tolist()), params, read_cache=False))
+    _submit(engine, config, work, concurrency, random)
     first: float | None = None
     walls, hosts = [], []
     while engine.busy:
@@ -223,7 +258,7 @@ def measure_replay(
             blocks=2 * (prompt // block + 2),
             max_context=prompt + 1,
             decode_rows=(1,),
-            prefill_tiles=(1, 3),
+            prefill_tiles=(3,),
             replay=Replay("exact", decoder),
             window_checkpoints=0,
         )

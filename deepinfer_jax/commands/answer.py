@@ -1,7 +1,4 @@
-"""Generated ids as something to read: plain text, the parts of a chat answer, or the ids themselves.
-
-Every kind of answer takes one token at a time and returns what became readable with it.
-"""
+"""An engine's news as something to read: plain text, the parts of a chat answer, or the ids themselves."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import deepseek_recipe as recipe
 
+from deepinfer_jax.request import Output
 from deepinfer_jax.text.chat import ChatEncoder, ChatPrompt
-from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +24,10 @@ class Piece:
 
 @runtime_checkable
 class Answer(Protocol):
-    """How the ids of one answer are read."""
+    """How one answer is read."""
 
-    def push(self, token_id: int) -> Piece:
-        """Read one id; stop ids are never given. Raises InputError for an id that the tokenizer does not know."""
+    def push(self, output: Output) -> Piece:
+        """What became readable with these news. Raises InputError for an id that the tokenizer does not know."""
 
     def finish(self, *, complete: bool) -> Piece:
         """What was held back. ``complete`` is False where the answer was cut off by its length limit."""
@@ -42,9 +39,11 @@ class IdAnswer:
     def __init__(self) -> None:
         self._separator = ""
 
-    def push(self, token_id: int) -> Piece:
-        piece, self._separator = f"{self._separator}{token_id}", " "
-        return Piece(piece)
+    def push(self, output: Output) -> Piece:
+        text = ""
+        for token_id in output.tokens:
+            text, self._separator = f"{text}{self._separator}{token_id}", " "
+        return Piece(text)
 
     def finish(self, *, complete: bool) -> Piece:
         del complete
@@ -52,17 +51,14 @@ class IdAnswer:
 
 
 class TextAnswer:
-    """Text by the checkpoint's tokenizer, control tokens spelled out."""
+    """The engine's own text, control tokens spelled out."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._stream = TextStream(tokenizer)
-
-    def push(self, token_id: int) -> Piece:
-        return Piece(self._stream.push([token_id]))
+    def push(self, output: Output) -> Piece:
+        return Piece(output.text)
 
     def finish(self, *, complete: bool) -> Piece:
         del complete
-        return Piece(self._stream.finish())
+        return Piece()
 
 
 class ChatAnswer:
@@ -77,10 +73,11 @@ class ChatAnswer:
         self._response = recipe.ChatCompletionResponse("answer", encoder.model_name, 0, len(prompt.token_ids), 0)
         self._read(self._processor.push(recipe.InferenceChunk.ready()))
 
-    def push(self, token_id: int) -> Piece:
-        # The processor drops unknown ids in silence.
-        self._tokenizer.spelling_of(token_id)
-        return self._read(self._processor.push(recipe.InferenceChunk.tokens([token_id])))
+    def push(self, output: Output) -> Piece:
+        for token_id in output.tokens:
+            # The processor drops unknown ids in silence.
+            self._tokenizer.spelling_of(token_id)
+        return self._read(self._processor.push(recipe.InferenceChunk.tokens(list(output.tokens))))
 
     def finish(self, *, complete: bool) -> Piece:
         chunks = []

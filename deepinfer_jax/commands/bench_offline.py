@@ -23,6 +23,7 @@ EPILOG = """
 \b
 Examples:
   deepinfer-jax bench offline --preset peer-50m --concurrency 1,8,32 --json
+  deepinfer-jax bench offline --preset peer-50m --concurrency 8 --trace profile --trace-steps 4
   deepinfer-jax bench offline --preset peer-50m --prefix
   deepinfer-jax bench offline --preset mini-40 --replay
 """
@@ -54,6 +55,16 @@ def parse_numbers(ctx: click.Context, param: click.Parameter, value: str) -> tup
 @click.option("--prompt", type=click.IntRange(min=1), help="Prompt tokens.  [default: 512; 4000 and 2000 below]")
 @click.option("--steps", type=click.IntRange(min=4), default=64, show_default=True, help="New tokens of each request.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs; the best counts.")
+@click.option("--deterministic", is_flag=True, help="A request's tokens shall be the same whatever else runs; slower.")
+@click.option(
+    "--trace",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write a jax.profiler trace of some decode steps there, in a run of its own behind the measured ones.",
+)
+@click.option(
+    "--trace-steps", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Steps of the trace."
+)
 @click.option("--prefix", "prefix", is_flag=True, help="Instead: a prompt cold and behind a hit of 3,840 tokens.")
 @click.option("--replay", "replay", is_flag=True, help="Instead: a cold prompt without and with decoder replay.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -66,6 +77,9 @@ def offline_command(
     prompt: int | None,
     steps: int,
     repeats: int,
+    deterministic: bool,
+    trace: Path | None,
+    trace_steps: int,
     prefix: bool,
     replay: bool,
     as_json: bool,
@@ -79,6 +93,8 @@ def offline_command(
         raise click.UsageError("give at most one of --model and --preset")
     if prefix and replay:
         raise click.UsageError("give at most one of --prefix and --replay")
+    if (prefix or replay) and (deterministic or trace is not None):
+        raise click.UsageError("--deterministic and --trace go with the plain run")
     console, numerics = Console(quiet), Numerics.preset(dtype)
     if preset is None:
         place = default_model() if directory is None else directory
@@ -93,7 +109,15 @@ def offline_command(
     elif replay:
         runs = [measure_replay(*model, prompt=prompt or 2000, repeats=repeats, progress=console.note)]
     else:
-        work = OfflineWorkload(concurrency=concurrency, prompt=prompt or 512, steps=steps, repeats=repeats)
+        work = OfflineWorkload(
+            concurrency=concurrency,
+            prompt=prompt or 512,
+            steps=steps,
+            repeats=repeats,
+            deterministic=deterministic,
+            trace=trace,
+            trace_steps=trace_steps,
+        )
         runs = list(measure_offline(*model, work, console.note))
     figures = [dataclasses.asdict(run) for run in runs]
     if as_json:

@@ -20,7 +20,6 @@ from deepinfer_jax.commands.console import Console
 from deepinfer_jax.commands.options import model_option, numerics_option, parse_token_ids, quiet_option
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import InputError
-from deepinfer_jax.generation import check_prompt
 from deepinfer_jax.model.hyper_connections import Taps
 from deepinfer_jax.model.rows import padded_sequence_rows
 from deepinfer_jax.model.source import SequenceSource
@@ -28,6 +27,7 @@ from deepinfer_jax.model.taps import golden_taps
 from deepinfer_jax.model.transformer import Model, forward
 from deepinfer_jax.model.transformer import logits as output_head
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.request import SamplingParams
 
 # Lengths are padded to a multiple, so that sequences of similar length share one compiled pass.
 TILE_ROWS = 128
@@ -84,7 +84,7 @@ def command(
     tokens = _token_ids(token_ids, token_ids_file)
     place = default_model() if directory is None else directory
     config = ModelConfig.from_directory(place)
-    check_prompt(tokens, config)
+    SamplingParams(max_tokens=0).check(tokens, config)
     chosen = Numerics.preset(numerics)
     with _replacing(out) as stream:
         params = console.load_model(place, config, chosen)

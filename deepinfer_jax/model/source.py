@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from deepinfer_jax.cache.state import State, read_rows, take_rows, write_rows
 from deepinfer_jax.model.rows import Rows, at_positions
@@ -166,13 +166,21 @@ class PagedSource:
         self, group: Number, ratio: int, entries: Array | CachedRows, index_keys: Array, rows: Rows
     ) -> PagedSource:
         state = self.state
-        completes = rows.valid & ((rows.positions + 1) % ratio == 0) & (rows.positions >= rows.held)
-        target = self._pool_rows(group, ratio, rows.slots[:, None], (rows.positions // ratio)[:, None])[:, 0]
-        target = jnp.where(completes, target, state.main.shape[0])
+        target = self._completed(group, ratio, rows, state.main.shape[0])
         return self._with(
             main=write_rows(state.main, target, entries),
             index=write_rows(state.index, target, index_keys),
         )
+
+    def finite_entries(self, rows: Rows) -> Bool[Array, " rows"]:
+        """Whether what each row has put into the pages is finite as it stands there; true where that is nothing."""
+        state, finite = self.state, jnp.ones(rows.tokens.shape[0], bool)
+        for group, ratio in enumerate(state.layout.ratios):
+            target = self._completed(group, ratio, rows, -1)
+            for pool in (state.main, state.index):
+                sound = jnp.isfinite(take_rows(pool, jnp.maximum(target, 0), jnp.float32)).all(axis=-1)
+                finite &= sound | (target < 0)
+        return finite
 
     def index_keys(self, group: Number, ratio: int, rows: Rows, request: Array, dtype: jnp.dtype) -> Array:
         capacity = self.block_tables.shape[1] * (self.state.layout.block_tokens // ratio)
@@ -200,6 +208,12 @@ class PagedSource:
 
     def _with(self, **arrays: Any) -> PagedSource:
         return dataclasses.replace(self, state=dataclasses.replace(self.state, **arrays))
+
+    def _completed(self, group: Number, ratio: int, rows: Rows, nowhere: int) -> Int[Array, " rows"]:
+        """The pool row of the entry that each row completes and that is not there yet, ``nowhere`` if it has none."""
+        completes = rows.valid & ((rows.positions + 1) % ratio == 0) & (rows.positions >= rows.held)
+        target = self._pool_rows(group, ratio, rows.slots[:, None], (rows.positions // ratio)[:, None])[:, 0]
+        return jnp.where(completes, target, nowhere)
 
     def _pool_rows(self, group: Number, ratio: int, slots: Array, entries: Array) -> Array:
         layout = self.state.layout

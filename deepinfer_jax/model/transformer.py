@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.compressor import compress
@@ -91,13 +91,11 @@ class Output:
     """Result of a forward pass.
 
     ``hidden``: final-norm output per row, input of :func:`logits`. ``draft_taps``: per draft target layer, the mean of
-    the streams entering it. ``finite``: of all rows, whether nothing in what the last layers get is NaN or infinite.
-    ``source``: the successor of the key source. ``taps``: named intermediates.
+    the streams entering it. ``source``: the successor of the key source. ``taps``: named intermediates.
     """
 
     hidden: Float[Array, "rows hidden"]
     draft_taps: Float[Array, "targets rows hidden"]
-    finite: Bool[Array, " all_rows"]
     source: KeySource
     taps: Taps
 
@@ -130,18 +128,16 @@ def forward(
     carry, columns, taps = _begin(params, rows, source, config, numerics, exchange)
     if kept is None:
         carry, taps = _run(params, plan, plan.segments, carry, columns, rows, taps, config, numerics, exchange)
-        finite = _finite(carry)
     else:
         encoder, decoder = _sides(plan)
         carry, taps = _run(params, plan, encoder, carry, columns, rows, taps, config, numerics, exchange)
-        finite = _finite(carry)
         carry = _keep(params, plan, carry, rows, kept, config, numerics)
         columns = None if columns is None else columns[jnp.maximum(kept.index, 0)]
         carry, taps = _run(params, plan, decoder, carry, columns, kept.rows, taps, config, numerics, exchange)
     collapsed = collapse(carry.streams, carry.pre)
     taps["collapsed"] = collapsed
     hidden = rms_norm(collapsed, params.norm, config.rms_norm_eps)
-    return Output(hidden, carry.draft_taps, finite, carry.source, taps)
+    return Output(hidden, carry.draft_taps, carry.source, taps)
 
 
 def encode(
@@ -151,20 +147,15 @@ def encode(
     config: ModelConfig,
     numerics: Numerics,
     exchange: Exchange = LOCAL,
-) -> tuple[KeySource, Bool[Array, " rows"]]:
+) -> KeySource:
     """Run the encoder layers alone, and keep the entries of these rows that decoder layers read.
 
-    ``params`` may lack what :func:`deepinfer_jax.checkpoint.subset.encoder_only` leaves out. Returns the source's
-    successor, and which rows are finite.
+    ``params`` may lack what :func:`deepinfer_jax.checkpoint.subset.encoder_only` leaves out.
     """
     plan = topology(config)
     carry, columns, taps = _begin(params, rows, source, config, numerics, exchange)
     carry, _ = _run(params, plan, _sides(plan)[0], carry, columns, rows, taps, config, numerics, exchange)
-    return _store_decoder_entries(params, plan, carry, rows, config, numerics), _finite(carry)
-
-
-def _finite(carry: Carry) -> Bool[Array, " rows"]:
-    return jnp.isfinite(carry.streams).all(axis=(1, 2))
+    return _store_decoder_entries(params, plan, carry, rows, config, numerics)
 
 
 def _begin(

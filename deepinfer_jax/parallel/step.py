@@ -14,8 +14,8 @@ from deepinfer_jax.model.transformer import Model, logits
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parallel.experts import GatherExchange
 from deepinfer_jax.parallel.layouts import Layout, parameter_specs, state_specs
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch
-from deepinfer_jax.runtime.step import advance
 
 # (parameters, state, batch, block tables) -> (successor state, logits); see :func:`sharded_step`.
 ShardedStep = Callable[[Model, State, Batch, Array], tuple[State, Array]]

@@ -165,7 +165,7 @@ def pack(chunks: Sequence[Chunk], shape: StepShape, *, narrowed: bool = False, e
       chunks: what the step runs.
       shape: its shape.
       narrowed: decoder layers see less, or fewer rows (decoder replay): ``decoder_floors`` are part of the batch.
-      embedded: width of image embeddings, 0 where the step takes none even if chunks bring some.
+      embedded: width of image embeddings that the step takes even if no chunk brings any.
 
     Raises:
       InputError: the chunks do not fit the shape.

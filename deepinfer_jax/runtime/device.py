@@ -1,7 +1,8 @@
 """The accelerator's side of the engine: parameters, state, and the functions compiled over them.
 
 A :class:`Device` is the one owner of the state. Work is dispatched in order and runs in order; results leave as
-:class:`InFlight`. Everything is compiled ahead of time: nothing compiles after :meth:`Device.warm_up`.
+:class:`InFlight`. A function is compiled when it is first needed; :meth:`Device.warm_up` needs all of them, so that
+nothing compiles after it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from deepinfer_jax.cache.snapshot import Rings
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.engram import IMAGE_TOKEN
@@ -97,7 +99,10 @@ def local_functions(config: ModelConfig, numerics: Numerics, settings: StepSetti
 
 @struct.dataclass
 class Stepped:
-    """What comes of a step: its samples, and of every slot of all shards whether its rows are finite, bool."""
+    """What comes of a step.
+
+    ``sampled``: of all shards. ``finite``: of all rows of all shards, whether what a row put into the pages is finite.
+    """
 
     sampled: Sampled
     finite: Any
@@ -133,12 +138,7 @@ class Device:
         self.shapes = tuple(shapes)
         self._state, self._counts, self._previous = fresh()
         self._hidden: Array | None = None
-        self._forward: dict[StepShape, Callable[..., Any]] = {}
-        self._sample: dict[int, Callable[..., Any]] = {}
-        self._score: dict[int, Callable[..., Any]] = {}
-        self._transfer = Transfer(self._state)
-        self._load_counts: Callable[..., Counts] | None = None
-        self._seed_history: Callable[..., State] | None = None
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
         self._compiles: CompileCounter | None = None
         self._seen_compiles = 0
         self.block_seconds = 0.0
@@ -167,10 +167,17 @@ class Device:
         curve = {}
         for number, shape in enumerate(self.shapes, 1):
             progress(f"compiling step {number} of {len(self.shapes)}: {shape}")
-            self._compile(shape)
+            self._timed(shape)
+            if shape.prefill_tiles and not self.settings.encoder_only:
+                self.score(shape, np.zeros(self._n_shards * self.settings.rows(shape), np.int32))
             curve[shape] = min(self._timed(shape) for _ in range(_TIMED_RUNS))
         progress("compiling state transfer")
-        self._compile_books()
+        vocabulary = self._counts.generated.shape[1]
+        self.load_counts(0, np.zeros(vocabulary, np.int32), np.zeros(vocabulary, bool))
+        nothing = np.zeros(self.lookback, np.int32)
+        self.seed_history(0, nothing, nothing.astype(bool), nothing)
+        self.write_slot(0, self.read_slot(0).on_device)
+        self._timed_blocks()
         self.block_seconds = min(self._timed_blocks() for _ in range(_TIMED_RUNS)) / BLOCKS_AT_ONCE
         self._compiles = CompileCounter()
         self.reset()
@@ -182,28 +189,45 @@ class Device:
         jax.block_until_ready(self._state)
         self.new_compiles()
 
+    def ready(self, shape: StepShape) -> bool:
+        """Whether a step of this shape can run without a compilation."""
+        return {("forward", shape), ("sample", self.settings.samples(shape))} <= self._programs.keys()
+
     def dispatch(self, shape: StepShape, step: StepInput, choices: Choices) -> InFlight:
         """Run a step behind everything dispatched so far; gives the ``Stepped`` of all shards.
 
         The arrays are copied: the device may alias what it is given, and reads it later.
         """
         step, choices = jax.tree.map(np.array, (step, choices))
-        self._state, hidden, self._hidden, finite = self._forward[shape](
-            self._params, self._state, step, self._previous
+        functions, inputs = self._functions, (self._params, self._state, step, self._previous)
+        self._state, hidden, self._hidden, finite = self._run(
+            ("forward", shape), lambda: jax.jit(functions.forward, donate_argnums=1), *inputs
         )
-        sampled, self._counts, self._previous = self._sample[self.settings.samples(shape)](
-            self._params, hidden, choices, self._counts
+        sampled, self._counts, self._previous = self._run(
+            ("sample", self.settings.samples(shape)),
+            lambda: jax.jit(functions.sample, donate_argnums=3),
+            self._params,
+            hidden,
+            choices,
+            self._counts,
         )
         return InFlight(Stepped(sampled, finite))
 
     def score(self, shape: StepShape, targets: np.ndarray) -> InFlight:
         """Log-probabilities of ``targets`` behind the kept rows of the step dispatched last."""
-        return InFlight(self._score[self.settings.rows(shape)](self._params, self._hidden, np.array(targets)))
+        key, inputs = ("score", self.settings.rows(shape)), (self._params, self._hidden, np.array(targets))
+        return InFlight(self._run(key, lambda: jax.jit(self._functions.score), *inputs))
 
     def load_counts(self, slot: int, generated: np.ndarray, in_prompt: np.ndarray) -> None:
         """Set what penalties look at in a slot; slots are numbered over all shards."""
-        assert self._load_counts is not None
-        self._counts = self._load_counts(self._counts, np.int32(slot), np.array(generated), np.array(in_prompt))
+        self._counts = self._run(
+            "load_counts",
+            lambda: jax.jit(_load_counts, donate_argnums=0, out_shardings=_shardings(self._counts)),
+            self._counts,
+            np.int32(slot),
+            np.array(generated),
+            np.array(in_prompt),
+        )
 
     @property
     def lookback(self) -> int:
@@ -213,9 +237,15 @@ class Device:
 
     def seed_history(self, slot: int, tokens: np.ndarray, image: np.ndarray, positions: np.ndarray) -> None:
         """Set the token ids before a restart, ``lookback`` of them; a negative position is padding."""
-        if self._seed_history is not None:
-            arrays = jax.tree.map(np.array, (tokens, image, positions))
-            self._state = self._seed_history(self._state, self._params.token_map, np.int32(slot), *arrays)
+        if self.lookback:
+            self._state = self._run(
+                "seed_history",
+                lambda: jax.jit(_seed_history, donate_argnums=0, out_shardings=_shardings(self._state)),
+                self._state,
+                self._params.token_map,
+                np.int32(slot),
+                *jax.tree.map(np.array, (tokens, image, positions)),
+            )
 
     def read_blocks(self, blocks: np.ndarray) -> InFlight:
         """The content of some blocks, numbered over all shards, as it is behind everything dispatched so far."""
@@ -229,6 +259,18 @@ class Device:
     def block_planes(self) -> BlockPlanes:
         """Abstract planes that :meth:`write_blocks` takes, see :mod:`deepinfer_jax.runtime.host_planes`."""
         return self._transfer.block_planes
+
+    @property
+    def token_map(self) -> Int[np.ndarray, " vocabulary"] | None:
+        """Compressed id of every token id, on the host, for a model with Engram."""
+        table = self._params.token_map
+        return None if table is None else InFlight(table).read()
+
+    @property
+    def rings(self) -> Rings:
+        """Ring lengths of a slot."""
+        window = getattr(self._state.window, "scale", self._state.window)
+        return Rings(window.shape[2], self._state.pending.shape[2], self._state.history.shape[1])
 
     @property
     def slot_planes(self) -> SlotPlanes:
@@ -250,38 +292,15 @@ class Device:
         for slot in slots:
             self._state = self._transfer.poison_slot(self._state, slot)
 
-    def _compile(self, shape: StepShape) -> None:
-        step, choices = self._example(shape)
-        arguments = (self._params, self._state, step, self._previous)
-        forward = jax.jit(self._functions.forward, donate_argnums=1).lower(*arguments).compile()
-        self._forward[shape] = forward
-        self._state, hidden, rows, _ = forward(*arguments)
-        samples, scored = self.settings.samples(shape), self.settings.rows(shape)
-        if samples not in self._sample:
-            sampling = (self._params, hidden, choices, self._counts)
-            sample = jax.jit(self._functions.sample, donate_argnums=3).lower(*sampling).compile()
-            self._sample[samples] = sample
-            _, self._counts, self._previous = sample(*sampling)
-        if shape.prefill_tiles and scored not in self._score:
-            scoring = (self._params, rows, np.zeros(rows.shape[0], np.int32))
-            self._score[scored] = jax.jit(self._functions.score).lower(*scoring).compile()
+    @functools.cached_property
+    def _transfer(self) -> Transfer:
+        return Transfer(self._state)
 
-    def _compile_books(self) -> None:
-        vocabulary = self._counts.generated.shape[1]
-        placed = jax.tree.map(lambda leaf: leaf.sharding, (self._state, self._counts))
-        nothing = (np.zeros(vocabulary, np.int32), np.zeros(vocabulary, bool))
-        self._load_counts = (
-            jax.jit(_load_counts, donate_argnums=0, out_shardings=placed[1])
-            .lower(self._counts, np.int32(0), *nothing)
-            .compile()
-        )
-        if self.lookback:
-            ids, image = np.zeros(self.lookback, np.int32), np.zeros(self.lookback, bool)
-            self._seed_history = (
-                jax.jit(_seed_history, donate_argnums=0, out_shardings=placed[0])
-                .lower(self._state, self._params.token_map, np.int32(0), ids, image, ids)
-                .compile()
-            )
+    def _run(self, name: Hashable, make: Callable[[], Any], *arguments: Any) -> Any:
+        """Run the program of this name; the first time it is made and compiled for arguments like these."""
+        if name not in self._programs:
+            self._programs[name] = make().lower(*arguments).compile()
+        return self._programs[name](*arguments)
 
     def _timed(self, shape: StepShape) -> float:
         step, choices = self._example(shape)
@@ -314,6 +333,10 @@ class Device:
         nothing = np.zeros(samples, np.int32)
         choices = ChoiceTable(1).rows(nothing, nothing, np.full(samples, -1))
         return jax.tree.map(lambda leaf: np.concatenate([leaf] * shards), (step, choices))
+
+
+def _shardings(arrays: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, arrays)
 
 
 def _load_counts(

@@ -1,13 +1,7 @@
-"""Advancing requests by one step over their state.
-
-*Deterministic* execution runs the rows through one loop body of fixed shape, a few rows at a time, every query with its
-own fixed number of keys. A row's result then depends on the request alone: not on the other rows, nor on how the prompt
-was cut into chunks.
-"""
+"""The compiled functions of a step: its rows over the state, then one token behind each row that wants one."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,57 +14,13 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from deepinfer_jax.cache.state import State
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model.draft import context_keys, store_context
 from deepinfer_jax.model.exchange import LOCAL, Exchange
-from deepinfer_jax.model.rows import Kept, Rows
 from deepinfer_jax.model.source import PagedSource
-from deepinfer_jax.model.transformer import Model, encode, forward, logits
+from deepinfer_jax.model.transformer import Model, encode, logits
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.advance import advance, by_tiles, encode_in_tiles
 from deepinfer_jax.runtime.batch import Batch
 from deepinfer_jax.runtime.sampler import Choices, Counts, Sampled, choose, counted, report, sample
-
-DETERMINISTIC_ROWS = 8
-
-
-@struct.dataclass
-class Advanced:
-    """Result of a step: the successor state, and per row through all layers its hidden state and draft taps.
-
-    ``finite``: of all rows, whether what the last layers get is.
-    """
-
-    state: State
-    hidden: Float[Array, "rows hidden"]
-    draft_taps: Float[Array, "targets rows hidden"]
-    finite: Bool[Array, " all_rows"]
-
-
-def advance(
-    params: Model,
-    state: State,
-    rows: Rows,
-    block_tables: Int[Array, "slots blocks"],
-    config: ModelConfig,
-    numerics: Numerics,
-    *,
-    kept: Kept | None = None,
-    deterministic: bool = False,
-    exchange: Exchange = LOCAL,
-) -> Advanced:
-    """Run a step's rows through backbone and draft context, and keep their keys in the state.
-
-    Args:
-      params: parameters in either physical form.
-      state: state before the step; donate it.
-      rows: the step's rows.
-      block_tables: each slot's blocks in token order, covering every position of the rows.
-      config, numerics, deterministic: static.
-      kept: the rows that run through the decoder layers; None for all.
-      exchange: how rows reach parameters that are spread over devices.
-    """
-    if not deterministic:
-        return _advance(params, state, rows, kept, block_tables, config, numerics, exchange)
-    return _advance_in_tiles(params, state, rows, kept, block_tables, config, numerics, exchange)
 
 
 @struct.dataclass
@@ -97,14 +47,14 @@ def forward_step(
     scored: int = 0,
     deterministic: bool = False,
     exchange: Exchange = LOCAL,
-) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "kept hidden"], Bool[Array, " rows"]]:
     """First half of a step.
 
     ``previous`` are the tokens that the step before sampled.
 
     Returns:
       The rows' state, the hidden states to sample behind, those of all kept rows, filled up to ``scored`` rows, and of
-      every slot whether its rows are finite.
+      every row whether what it put into the pages is finite.
     """
     rows = step.batch.to_rows(previous)
     kept = step.batch.to_kept(rows)
@@ -117,7 +67,7 @@ def forward_step(
         advanced.state,
         advanced.hidden[jnp.asarray(step.samples)],
         jnp.pad(advanced.hidden, ((0, missing), (0, 0))),
-        _by_slot(advanced.finite, rows, step.block_tables.shape[0]),
+        PagedSource(advanced.state, tables).finite_entries(rows),
     )
 
 
@@ -130,29 +80,23 @@ def encode_step(
     numerics: Numerics,
     *,
     deterministic: bool = False,
-) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "rows hidden"], Bool[Array, " slots"]]:
+) -> tuple[State, Float[Array, "samples hidden"], Float[Array, "kept hidden"], Bool[Array, " rows"]]:
     """As :func:`forward_step` for a model's encoder side: no row goes further, and no hidden state means anything."""
     rows = step.batch.to_rows(previous)
     tables = jnp.asarray(step.block_tables)
     if deterministic:
-        state, finite = _encode_in_tiles(params, state, rows, tables, config, numerics)
+        state = encode_in_tiles(params, state, rows, tables, config, numerics)
     else:
-        source, finite = encode(params, rows, PagedSource(state, tables), config, numerics)
+        source = encode(params, rows, PagedSource(state, tables), config, numerics)
         assert isinstance(source, PagedSource)
         state = source.state
     nothing = jnp.zeros((step.samples.shape[0], config.hidden_size), numerics.dtype)
-    return state, nothing, nothing, _by_slot(finite, rows, tables.shape[0])
+    return state, nothing, nothing, PagedSource(state, tables).finite_entries(rows)
 
 
 def no_logits(params: Model, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocabulary"]:
     """In place of the output head where there is none."""
     return jnp.zeros((hidden.shape[0], params.embedding.shape[0]))
-
-
-def _by_slot(finite: Bool[Array, " rows"], rows: Rows, slots: int) -> Bool[Array, " slots"]:
-    """Whether all rows of each slot are finite."""
-    failed = rows.valid & ~finite
-    return ~jnp.zeros(slots, bool).at[jnp.where(failed, rows.slots, slots)].set(True, mode="drop")
 
 
 def sample_step(
@@ -180,7 +124,7 @@ def sample_step(
     """
     choices = jax.tree.map(jnp.asarray, choices)
     if deterministic:
-        sampled = _by_tiles(lambda part: choose(head(params, part[0]), part[1], counts, most=most), (hidden, choices))
+        sampled = by_tiles(lambda part: choose(head(params, part[0]), part[1], counts, most=most), (hidden, choices))
     else:
         sampled = choose(head(params, hidden), choices, counts, most=most)
     counts = counted(counts, choices, sampled.tokens)
@@ -199,7 +143,7 @@ def score_step(
     """Log-probability of a given token behind every row, and the ``most`` likeliest ones; for prompts."""
     targets = jnp.asarray(targets)
     if deterministic:
-        return _by_tiles(lambda part: report(head(params, part[0]), part[1], most), (hidden, targets))
+        return by_tiles(lambda part: report(head(params, part[0]), part[1], most), (hidden, targets))
     return report(head(params, hidden), targets, most)
 
 
@@ -227,187 +171,4 @@ def row_logits(
     params: Model, hidden: Float[Array, "rows hidden"], *, deterministic: bool = False
 ) -> Float[Array, "rows vocabulary"]:
     """Logits of some rows, float32; deterministic execution multiplies a fixed number of rows at a time."""
-    return _by_tiles(lambda tile: logits(params, tile), hidden) if deterministic else logits(params, hidden)
-
-
-def _by_tiles(function: Callable[[Any], Any], rows: Any) -> Any:
-    """``function`` over trees with a leading axis of rows, a fixed number of rows at a time."""
-    count = jax.tree.leaves(rows)[0].shape[0]
-    tiles = -(-count // DETERMINISTIC_ROWS)
-
-    def tiled(leaf: Array) -> Array:
-        pad = ((0, tiles * DETERMINISTIC_ROWS - count), *((0, 0),) * (leaf.ndim - 1))
-        return jnp.pad(leaf, pad).reshape(tiles, DETERMINISTIC_ROWS, *leaf.shape[1:])
-
-    done = jax.lax.map(function, jax.tree.map(tiled, rows))
-    return jax.tree.map(lambda leaf: leaf.reshape(tiles * DETERMINISTIC_ROWS, *leaf.shape[2:])[:count], done)
-
-
-def _advance(
-    params: Model,
-    state: State,
-    rows: Rows,
-    kept: Kept | None,
-    block_tables: Int[Array, "slots blocks"],
-    config: ModelConfig,
-    numerics: Numerics,
-    exchange: Exchange,
-) -> Advanced:
-    output = forward(params, rows, PagedSource(state, block_tables), config, numerics, exchange, kept)
-    source = output.source
-    if params.draft is not None:
-        ends = rows if kept is None else kept.rows
-        keys = context_keys(params.draft, output.draft_taps, ends, config, numerics)
-        source = store_context(keys, ends, source, config)
-    assert isinstance(source, PagedSource)
-    return Advanced(source.state, output.hidden, output.draft_taps, output.finite)
-
-
-def _advance_in_tiles(
-    params: Model,
-    state: State,
-    rows: Rows,
-    kept: Kept | None,
-    block_tables: Int[Array, "slots blocks"],
-    config: ModelConfig,
-    numerics: Numerics,
-    exchange: Exchange,
-) -> Advanced:
-    """A tile without kept rows ends before the decoder layers; in any other all rows go on, as the loop body is one."""
-    count = rows.tokens.shape[0]
-    # With a single tile the compiler would drop the cuts around the loop's body, and round otherwise inside it.
-    tiles = max(2, -(-count // DETERMINISTIC_ROWS))
-    keeping = _Keeping.of(rows, kept, tiles * DETERMINISTIC_ROWS)
-    padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
-    used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
-    targets = len(config.draft.target_layer_ids) if config.draft else 0
-
-    def one_tile(tile: Array, carry: Advanced) -> Advanced:
-        start = tile * DETERMINISTIC_ROWS
-        part = _tile_rows(padded, start)
-
-        def through(state: State) -> tuple[State, Array, Array, Array]:
-            ends = None if keeping is None else keeping.tile(part, start)
-            done = _advance(params, state, part, ends, block_tables, config, numerics, exchange)
-            return done.state, done.hidden, done.draft_taps, done.finite
-
-        def encoder_only(state: State) -> tuple[State, Array, Array, Array]:
-            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics, exchange)
-            assert isinstance(source, PagedSource)
-            nothing = jnp.zeros((DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype)
-            return source.state, nothing, jnp.zeros((targets, *nothing.shape), numerics.dtype), finite
-
-        if keeping is None:
-            state, hidden, draft_taps, finite = through(carry.state)
-        else:
-            state, hidden, draft_taps, finite = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
-        return Advanced(
-            state=state,
-            hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, hidden, start, 0),
-            draft_taps=jax.lax.dynamic_update_slice_in_dim(carry.draft_taps, draft_taps, start, 1),
-            finite=jax.lax.dynamic_update_slice_in_dim(carry.finite, finite, start, 0),
-        )
-
-    initial = Advanced(
-        state=state,
-        hidden=jnp.zeros((tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
-        draft_taps=jnp.zeros((targets, tiles * DETERMINISTIC_ROWS, config.hidden_size), numerics.dtype),
-        finite=jnp.ones(tiles * DETERMINISTIC_ROWS, bool),
-    )
-    done = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
-    ends = jnp.arange(count) if kept is None else jnp.maximum(kept.index, 0)
-    return Advanced(done.state, done.hidden[ends], done.draft_taps[:, ends], done.finite[:count])
-
-
-def _encode_in_tiles(
-    params: Model,
-    state: State,
-    rows: Rows,
-    block_tables: Int[Array, "slots blocks"],
-    config: ModelConfig,
-    numerics: Numerics,
-) -> tuple[State, Bool[Array, " rows"]]:
-    """As :func:`_advance_in_tiles` where no row goes through the decoder layers."""
-    count = rows.tokens.shape[0]
-    tiles = max(2, -(-count // DETERMINISTIC_ROWS))
-    padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
-    used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
-
-    def one_tile(tile: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
-        start = tile * DETERMINISTIC_ROWS
-        part = _tile_rows(padded, start)
-
-        def encoder_only(state: State) -> tuple[State, Array]:
-            source, finite = encode(params, part, PagedSource(state, block_tables), config, numerics)
-            assert isinstance(source, PagedSource)
-            return source.state, finite
-
-        # A branch here as in the whole model, where it is a choice: the compiler rounds otherwise without one.
-        state, finite = jax.lax.cond(
-            jnp.any(part.valid), encoder_only, lambda state: (state, jnp.ones(DETERMINISTIC_ROWS, bool)), carry[0]
-        )
-        return state, jax.lax.dynamic_update_slice_in_dim(carry[1], finite, start, 0)
-
-    initial = (state, jnp.ones(tiles * DETERMINISTIC_ROWS, bool))
-    state, finite = jax.lax.fori_loop(0, -(-used // DETERMINISTIC_ROWS), one_tile, initial)
-    return state, finite[:count]
-
-
-@struct.dataclass
-class _Keeping:
-    """Per row of a step: whether it runs through the decoder layers, and the lowest window position it sees there."""
-
-    rows: Bool[Array, " rows"]
-    floors: Int[Array, " rows"]
-
-    @classmethod
-    def of(cls, rows: Rows, kept: Kept | None, count: int) -> _Keeping | None:
-        """``count``: rows with padding."""
-        if kept is None:
-            return None
-        # Padding of the kept rows goes out of range, which drops it.
-        place = jnp.where(kept.rows.valid, kept.index, count)
-        return cls(
-            jnp.zeros(count, bool).at[place].set(True, mode="drop"),
-            jnp.zeros(count, jnp.int32).at[place].set(kept.rows.floors, mode="drop"),
-        )
-
-    def any(self, start: Array) -> Array:
-        """Whether the tile that begins at row ``start`` has kept rows."""
-        return jnp.any(jax.lax.dynamic_slice_in_dim(self.rows, start, DETERMINISTIC_ROWS, 0))
-
-    def tile(self, rows: Rows, start: Array) -> Kept:
-        """The kept rows of a tile; the others are padding in it."""
-        kept = jax.lax.dynamic_slice_in_dim(self.rows, start, DETERMINISTIC_ROWS, 0)
-        floors = jax.lax.dynamic_slice_in_dim(self.floors, start, DETERMINISTIC_ROWS, 0)
-        index = jnp.where(kept, jnp.arange(DETERMINISTIC_ROWS, dtype=jnp.int32), -1)
-        return Kept.of(rows, index, floors, ((DETERMINISTIC_ROWS, 1),))
-
-
-def _padded(rows: Rows, count: int) -> Rows:
-    missing = count - rows.tokens.shape[0]
-
-    def pad(leaf: Array) -> Array:
-        return jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1)))
-
-    positions = jnp.pad(rows.positions, (0, missing), constant_values=-1)
-    return dataclasses.replace(jax.tree.map(pad, rows), positions=positions)
-
-
-def _tile_rows(rows: Rows, start: Array) -> Rows:
-    """The rows of one loop step, every row a tile of its own, so that each has its own fixed set of keys."""
-
-    def cut(leaf: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(leaf, start, DETERMINISTIC_ROWS, 0)
-
-    part = jax.tree.map(cut, rows)
-    return Rows.of(
-        part.tokens,
-        part.slots,
-        part.positions,
-        ((DETERMINISTIC_ROWS, 1),),
-        part.floors,
-        part.image,
-        part.image_embeddings,
-        part.held,
-    )
+    return by_tiles(lambda tile: logits(params, tile), hidden) if deterministic else logits(params, hidden)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +12,11 @@ from jaxtyping import Int
 
 from deepinfer_jax.checkpoint.digest import weights_id
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine import Engine
+from deepinfer_jax.engine_build import build_engine
 from deepinfer_jax.errors import CheckpointError, InputError
-from deepinfer_jax.generation import Sampling, generate
+from deepinfer_jax.request import Request, SamplingParams
+from deepinfer_jax.settings import EngineSettings
 from examples.conformance.comparison import CLEAR_GAP, DECISIVE_MARGIN_UNCLEAR
 from examples.conformance.kit import CHAIN_TOKENS, Chain, Kit, taps_file, write_arrays, write_chains
 from examples.conformance.passes import LayerInputs, TracedModel
@@ -43,10 +45,10 @@ def record_kit(directory: Path, progress: Progress) -> Kit:
     model = TracedModel.load(directory, "f32", longest)
     if maker.candidate_tokens:
         prompts["candidates"] = _clear_code(model, maker)
-    chains = {}
+    chains, engine = {}, _engine(model, longest)
     for name, tokens in prompts.items():
         progress(f"continuing {name}, {len(tokens)} tokens")
-        chains[name] = _chain(model, tokens, longest)
+        chains[name] = _chain(model, engine, tokens)
     exact = {}
     for name in _traced("f32", prompts):
         arrays = model.arrays(prompts[name])
@@ -81,10 +83,10 @@ def run_kit(kit: Kit, directory: Path, target: Path, progress: Progress) -> None
     target.mkdir(parents=True, exist_ok=True)
     longest = max(map(len, kit.prompts.values())) + CHAIN_TOKENS
     model = TracedModel.load(directory, "f32", longest)
-    chains = {}
+    chains, engine = {}, _engine(model, longest)
     for name in kit.chains:
         progress(f"continuing {name}")
-        chains[name] = {"tokens": _greedy(model, kit.prompts[name], longest)}
+        chains[name] = {"tokens": _greedy(engine, kit.prompts[name])}
     write_chains(target, chains)
     for numerics, arrays in kit.taps.items():
         traced = [name for name in kit.prompts if f"{name}.positions" in arrays]
@@ -113,9 +115,9 @@ def _clear_code(model: TracedModel, maker: PromptMaker) -> tuple[int, ...]:
     return maker.code(0, maker.candidate_tokens)
 
 
-def _chain(model: TracedModel, prompt: Sequence[int], room: int) -> Chain:
+def _chain(model: TracedModel, engine: Engine, prompt: Sequence[int]) -> Chain:
     """The greedy continuation by decoding, and how clear each token is by a pass over everything before it."""
-    tokens = _greedy(model, prompt, room)
+    tokens = _greedy(engine, prompt)
     arrays = model.arrays([*prompt, *tokens[:-1]])
     logits = arrays["logits"][len(prompt) - 1 :].astype(np.float64)
     chosen = np.take_along_axis(logits, np.asarray(tokens)[:, None], axis=1)[:, 0]
@@ -127,11 +129,15 @@ def _chain(model: TracedModel, prompt: Sequence[int], room: int) -> Chain:
     return Chain(tuple(tokens), tuple(map(_short, margins.tolist())), _short(gap) if math.isfinite(gap) else None)
 
 
-def _greedy(model: TracedModel, prompt: Sequence[int], room: int) -> list[int]:
-    """The continuation of a prompt; all prompts ask for the same room, so that they share compiled steps."""
-    sampling = Sampling(room - len(prompt))
-    tokens = generate(model.params, model.config, model.numerics, prompt, sampling)
-    return list(itertools.islice(tokens, CHAIN_TOKENS))
+def _engine(model: TracedModel, longest: int) -> Engine:
+    return build_engine(model.params, model.config, model.numerics, EngineSettings.for_one(longest))
+
+
+def _greedy(engine: Engine, prompt: Sequence[int]) -> list[int]:
+    """The continuation of a prompt, which no other prompt's cached pages may serve."""
+    params = SamplingParams(max_tokens=CHAIN_TOKENS, temperature=0.0, ignore_eos=True)
+    ((answer,),) = engine.generate([Request(tuple(prompt), params, read_cache=False)])
+    return list(answer.tokens)
 
 
 def _positions(arrays: Arrays, config: ModelConfig) -> Int[np.ndarray, " rows"]:

@@ -11,20 +11,22 @@ import deepseek_recipe as recipe
 import jax
 
 from deepinfer_jax.checkpoint.digest import write_json
+from deepinfer_jax.model.draft import DraftHead
 from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.backbone import backbone_description, train_backbone
 from examples.train_tiny.batches import Curriculum, Windows
 from examples.train_tiny.curves import draw_curves, read_curve
 from examples.train_tiny.draft_report import Survey
-from examples.train_tiny.drafting import train_draft_head
+from examples.train_tiny.drafting import AGREEMENT, train_draft_head
 from examples.train_tiny.figures import FIGURES_FILE, LENGTH, measure
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
-from examples.train_tiny.own_text import DraftWindows, own_text
+from examples.train_tiny.own_text import NOTHING, DraftWindows, own_text
 from examples.train_tiny.preparation import Prepared, prepare
 from examples.train_tiny.publish import publish
 from examples.train_tiny.storage import as_stored
 
 SHORT_LENGTH = 256
+OWN_RATE = 2e-3
 CALIBRATION_FILE = "draft_calibration.json"
 SURVEY = Survey()
 
@@ -32,7 +34,10 @@ SURVEY = Survey()
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--steps", type=click.IntRange(min=10), default=2600, show_default=True, help="Backbone steps.")
-@click.option("--draft-steps", type=click.IntRange(min=10), default=2200, show_default=True, help="Draft head steps.")
+@click.option("--draft-steps", type=click.IntRange(min=10), default=2500, show_default=True, help="Draft head steps.")
+@click.option(
+    "--own-steps", type=click.IntRange(min=10), default=500, show_default=True, help="Draft head steps on own text."
+)
 @click.option(
     "--prompts",
     type=click.IntRange(min=16),
@@ -42,7 +47,7 @@ SURVEY = Survey()
 )
 @click.option("--batch", type=click.IntRange(min=2), default=2, show_default=True, help="Windows of 1,024 a step.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def main(directory: Path, steps: int, draft_steps: int, prompts: int, batch: int, seed: int) -> None:
+def main(directory: Path, steps: int, draft_steps: int, own_steps: int, prompts: int, batch: int, seed: int) -> None:
     """Train the small model in DIRECTORY: text, backbone, draft head, checkpoint, figures.
 
     What is finished is not done again: the same command goes on where a run was stopped, at most 100 steps before.
@@ -51,14 +56,8 @@ def main(directory: Path, steps: int, draft_steps: int, prompts: int, batch: int
     prepared = prepare(directory, seed)
     say(f"corpus {prepared.digest[:12]}: {sum(map(len, prepared.training)):,} tokens to train on")
     backbone = trained_backbone(prepared, directory, steps, batch, seed)
-    head = train_draft_head(
-        backbone,
-        prepared.config,
-        draft_windows(prepared, backbone, directory, draft_steps, prompts, seed + 1),
-        schedule(draft_steps, batch, seed + 1),
-        directory / "draft",
-        Reporter("draft head", draft_steps),
-    )
+    head = trained_head(prepared, backbone, directory, draft_steps, batch, seed + 1)
+    head = agreeing_head(prepared, backbone, head, directory, own_steps, prompts, batch, seed + 1)
     params = dataclasses.replace(backbone, draft=head)
     model = directory / "model"
     say(f"weights {publish(directory, params, prepared.config, model).value}")
@@ -66,7 +65,7 @@ def main(directory: Path, steps: int, draft_steps: int, prompts: int, batch: int
     write_json(directory / FIGURES_FILE, figures)
     write_json(model / CALIBRATION_FILE, {"temperatures": figures["drafts"]["confidence_temperatures"]})
     draw_curves(
-        [read_curve(directory / stage / CURVE_FILE) for stage in ("backbone", "draft")],
+        [read_curve(directory / stage / CURVE_FILE) for stage in ("backbone", "draft", "agreement")],
         figures["kneser_ney"],
         directory / "curves.png",
     )
@@ -106,10 +105,29 @@ def curriculum(prepared: Prepared, long_from: int, chat_from: int, seed: int) ->
     return Curriculum(Windows.of(prepared.training, SHORT_LENGTH, seed), text, chat, long_from, chat_from)
 
 
-def draft_windows(
-    prepared: Prepared, backbone: Model, directory: Path, steps: int, prompts: int, seed: int
-) -> DraftWindows:
-    """Text, then text and chats and what the backbone itself says."""
+def trained_head(prepared: Prepared, backbone: Model, directory: Path, steps: int, batch: int, seed: int) -> DraftHead:
+    """The draft head after training on text, and from half of the steps on chats beside it."""
+    return train_draft_head(
+        backbone,
+        prepared.config,
+        DraftWindows(curriculum(prepared, 0, steps // 2, seed), NOTHING),
+        schedule(steps, batch, seed),
+        directory / "draft",
+        Reporter("draft head", steps),
+    )
+
+
+def agreeing_head(
+    prepared: Prepared,
+    backbone: Model,
+    head: DraftHead,
+    directory: Path,
+    steps: int,
+    prompts: int,
+    batch: int,
+    seed: int,
+) -> DraftHead:
+    """The head after some more steps towards what the backbone itself says, at a falling rate."""
     own = own_text(
         backbone,
         prepared.config,
@@ -119,7 +137,27 @@ def draft_windows(
         seed,
         lambda done: say(f"continuations of training text: {done}/{prompts}"),
     )
-    return DraftWindows(curriculum(prepared, 0, steps // 2, seed), own, steps // 2, seed)
+    warm_up = steps // 20
+    falling = Schedule(
+        steps=steps,
+        batch=batch,
+        decay=steps - warm_up,
+        stored_steps=steps // 2,
+        peak_rate=OWN_RATE,
+        warm_up=warm_up,
+        save_every=min(100, steps // 4),
+        seed=seed,
+    )
+    return train_draft_head(
+        backbone,
+        prepared.config,
+        DraftWindows(Windows.of(prepared.training, LENGTH, seed + 1), own, seed),
+        falling,
+        directory / "agreement",
+        Reporter("agreement", steps),
+        emphasis=AGREEMENT,
+        begin=head,
+    )
 
 
 class Reporter:

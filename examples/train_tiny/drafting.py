@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,23 @@ from examples.train_tiny.own_text import DraftWindows
 from examples.train_tiny.storage import as_stored
 
 ANCHORS = 256  # places in a window of text where a block is drafted; as many a step in windows of own text
-PLACE_DECAY = 0.6  # a later draft counts only if all before it were accepted
-SHARP = 0.8  # how much of the target is the backbone's likeliest token, rather than its distribution
 CONFIDENCE_WEIGHT = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Emphasis:
+    """What drafts are trained towards.
+
+    ``place_decay``: weight of a draft against the one before it; a later draft counts only if all before it were
+    accepted. ``sharp``: how much of the target is the backbone's likeliest token, rather than its distribution.
+    """
+
+    place_decay: float
+    sharp: float
+
+
+DISTRIBUTION = Emphasis(place_decay=0.8, sharp=0.5)
+AGREEMENT = Emphasis(place_decay=0.6, sharp=0.8)
 
 
 def train_draft_head(
@@ -35,8 +50,14 @@ def train_draft_head(
     schedule: Schedule,
     directory: Path,
     report: Callable[[dict[str, float]], None] = lambda line: None,
+    *,
+    emphasis: Emphasis = DISTRIBUTION,
+    begin: DraftHead | None = None,
 ) -> DraftHead:
-    """Train from where ``directory`` left off. ``backbone`` has its token map and stays as it is."""
+    """Train from where ``directory`` left off. ``backbone`` has its token map and stays as it is.
+
+    ``begin``: the head before the first step; None draws one.
+    """
     optimiser = _optimiser(config, schedule)
 
     def step(progress: Progress, number: int) -> tuple[Progress, Figures]:
@@ -50,11 +71,14 @@ def train_draft_head(
             windows,
             places,
             config=config,
+            emphasis=emphasis,
             stored=schedule.stored(number),
             optimiser=optimiser,
         )
 
     first = first_progress(DraftHead.describe(config), optimiser, schedule)
+    if begin is not None:
+        first = dataclasses.replace(first, params=begin, optimiser=optimiser.init(begin))
     head: DraftHead = train(first, step, schedule, directory, report).params
     return head
 
@@ -65,7 +89,9 @@ def last_anchor(windows: Int[np.ndarray, "windows window"], config: ModelConfig)
     return windows.shape[1] - 2 - config.draft.block_size
 
 
-@functools.partial(jax.jit, static_argnames=("config", "stored", "optimiser"), donate_argnames=("progress",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "emphasis", "stored", "optimiser"), donate_argnames=("progress",)
+)
 def update(
     progress: Progress,
     backbone: Model,
@@ -73,6 +99,7 @@ def update(
     places: Int[Array, "windows anchors"],
     *,
     config: ModelConfig,
+    emphasis: Emphasis,
     stored: bool,
     optimiser: optax.GradientTransformation,
 ) -> tuple[Progress, Figures]:
@@ -87,7 +114,7 @@ def update(
         drafts = drafts_behind(
             head, backbone, output, rows, windows, places, config, lambda _, step: following[:, step + 1]
         )
-        return draft_losses(drafts, target)
+        return draft_losses(drafts, target, emphasis)
 
     gradients, figures = jax.grad(total, has_aux=True)(progress.params)
     changes, state = optimiser.update(gradients, progress.optimiser, progress.params)
@@ -138,15 +165,18 @@ def drafts_behind(
     return chain_drafts(head, block, anchors, choose)
 
 
-def draft_losses(drafts: Drafts, target: Float[Array, "blocks drafts vocabulary"]) -> tuple[Array, Figures]:
+def draft_losses(
+    drafts: Drafts, target: Float[Array, "blocks drafts vocabulary"], emphasis: Emphasis
+) -> tuple[Array, Figures]:
     """Distance of drafts from the backbone, and of confidences from whether the backbone would agree at temperature 0.
 
     A confidence is conditional: it is trained where all earlier drafts were agreed with.
     """
     likeliest, count = target.argmax(axis=-1), target.shape[1]
-    wanted = SHARP * jax.nn.one_hot(likeliest, target.shape[-1]) + (1 - SHARP) * jax.nn.softmax(target)
+    sharp = emphasis.sharp
+    wanted = sharp * jax.nn.one_hot(likeliest, target.shape[-1]) + (1 - sharp) * jax.nn.softmax(target)
     distances = optax.softmax_cross_entropy(drafts.logits, wanted).mean(axis=0)
-    places = PLACE_DECAY ** jnp.arange(count)
+    places = emphasis.place_decay ** jnp.arange(count)
     agreed = (drafts.logits.argmax(axis=-1) == likeliest).astype(jnp.float32)
     survived = jnp.cumprod(agreed, axis=1)
     reached = jnp.concatenate([jnp.ones_like(survived[:, :1]), survived[:, :-1]], axis=1)

@@ -18,6 +18,7 @@ from examples.train_tiny.continuations import continue_prompts, draw_prompts, is
 OWN_TEXT_FILE = "own_text.npy"
 CONTEXT = 128  # tokens of a prompt
 NEW_TOKENS = 64  # tokens of a continuation
+NOTHING = np.zeros((0, CONTEXT + NEW_TOKENS + 1), np.int32)
 GROUP = 128  # prompts that are continued together
 
 
@@ -54,12 +55,11 @@ def own_text(
 
 @dataclasses.dataclass(frozen=True)
 class DraftWindows:
-    """Windows of text first; from step ``own_from`` on three of five steps are own text, if there is any."""
+    """Windows of text, and every second step of own text where there is any: all of it before any comes again."""
 
     text: Batches
     own: Int32[np.ndarray, "continuations window"]
-    own_from: int
-    seed: int
+    seed: int = 0
 
     def batch(self, step: int, size: int) -> tuple[Int32[np.ndarray, "windows window"], int]:
         """The windows of one step, a function of the step, and the first place behind which drafts are trained.
@@ -67,8 +67,9 @@ class DraftWindows:
         ``size`` windows of text, or as many tokens of own text, where the prompt's last token is the first anchor.
         """
         text = self.text.batch(step, size)
-        if step < self.own_from or step % 5 in (1, 3) or not len(self.own):
+        if step % 2 or not len(self.own):
             return text, 0
         count = max(1, size * text.shape[1] // self.own.shape[1])
-        random = np.random.default_rng((self.seed, step))
-        return self.own[random.choice(len(self.own), count, replace=count > len(self.own))], CONTEXT - 2
+        places = [divmod(step // 2 * count + place, len(self.own)) for place in range(count)]
+        orders = {epoch: np.random.default_rng((self.seed, epoch)).permutation(len(self.own)) for epoch, _ in places}
+        return self.own[[orders[epoch][place] for epoch, place in places]], CONTEXT - 2

@@ -17,10 +17,11 @@ import pytest
 import deepinfer_jax.engine
 from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.errors import InputError, OverloadError
+from deepinfer_jax.handover import Handover
 from deepinfer_jax.recorder import DISPATCH, READ, load_steps, run_again
 from deepinfer_jax.request import Request, SamplingParams
 from deepinfer_jax.runtime.inflight import InFlight
-from tests.running_engines import fresh_engine, gather, run
+from tests.running_engines import built, encoder, fresh_engine, gather, run
 
 PROMPT = tuple(np.random.default_rng(7).integers(3, 95, 40).tolist())
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -32,6 +33,8 @@ LOOP = (
     "books",
     "preemption",
     "sequence",
+    "arrival",
+    "handover",
     "checkpoints",
     "scheduler",
     "store_traffic",
@@ -356,3 +359,29 @@ def test_every_decoding_request_runs_in_every_step():
         news.append(len(engine.step()))
     full = news.index(3)
     assert news[full : full + 18] == [3] * 18
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_pages_of_a_chunk_that_is_not_finite_are_nobodys(half):
+    """Chunks of 32 tokens: the second one reads a window that was damaged behind the first, and samples nothing."""
+    engine = fresh_engine("f32", "compact", build=encoder if half else built, window_checkpoints=0)
+    prompt = tuple(np.random.default_rng(8).integers(3, 95, 90).tolist())
+    handover = Handover(engine.receiver.form)
+    how = {"handover": handover, "encoder_only": True} if half else {}
+    number = engine.submit(Request(prompt, dataclasses.replace(GREEDY, max_tokens=4)), **how)
+    engine.step()
+    engine._device.poison([], [0])
+    answers = {}
+    while engine.busy:
+        gather(answers, engine.step())
+    assert answers[number, 0].last.finish_reason == "error"
+    assert engine.books.used_blocks == engine.books.used_slots == 0
+    if half:
+        assert handover.meta is None
+        assert handover.failure == "error"
+        assert handover.ready == 2
+    again = engine.submit(Request(prompt, dataclasses.replace(GREEDY, max_tokens=4)), **how)
+    while engine.busy:
+        gather(answers, engine.step())
+    assert answers[again, 0].last.receipt.hit_tokens == 32
+    assert answers[again, 0].last.finish_reason == ("handover" if half else "length")

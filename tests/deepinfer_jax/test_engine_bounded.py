@@ -62,7 +62,7 @@ def fresh_golden_engine(keep: int | None) -> Engine:
     if keep is not None:
         settings = dataclasses.replace(settings, replay=dataclasses.replace(settings.replay, keep=keep))
     return Engine(
-        first._device, first.config, settings, blocks=settings.blocks, fingerprint=bytes(32), costs=first._costs
+        first._device, first.config, settings, blocks=settings.blocks, form=first.receiver.form, costs=first._costs
     )
 
 

@@ -114,3 +114,9 @@ def test_the_latest_request_of_the_lowest_priority_gives_way():
     ]
     assert victim(running, 0).id == 1
     assert victim(running, 2) is None
+
+
+def test_single_tokens_take_tiles_where_a_step_has_no_decode_rows():
+    running = [Running(1, 0, 30, 31, 5), Running(2, 0, 0, 40, 4)]
+    pieces = plan_step(running, Room(0, 3, 16))
+    assert sorted(pieces, key=lambda piece: piece.id) == [Piece(1, 30, 1), Piece(2, 0, 32)]

@@ -9,7 +9,7 @@ from serving.answer_events import AnswerEvents
 from serving.errors import DeadlineError, ServerFaultError
 from serving.events import Delta, Finished, PromptLogprobs, ServedReceipt, Started, Timing
 
-RECEIPT = Receipt(9, 32, 16, (), 40, 0, 0, "f")
+RECEIPT = Receipt(9, 32, 16, 0, (), 40, 0, 0, "f")
 SCORES = (Logprob(8, -1.0), Logprob(9, -2.0))
 
 

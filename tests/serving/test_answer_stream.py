@@ -17,7 +17,7 @@ from tests.serving.strategies import deltas, finished, prompt_logprobs, started
 
 PROMPT = (7, 8, 9)
 START, END = {"started": {}}, {"finished": {"reason": 1}}
-RECEIPT = ServedReceipt(Receipt(1, 0, 0, (), 0, 0, 0, ""))
+RECEIPT = ServedReceipt(Receipt(1, 0, 0, 0, (), 0, 0, 0, ""))
 
 
 def sent(events):
@@ -61,7 +61,7 @@ def test_what_matched_keeps_its_kind():
 
 
 def test_a_receipt_has_every_field_of_the_engines():
-    engine = Receipt(2**64 - 1, 1, 2, (3, 4), 5, 6, 7, "f")
+    engine = Receipt(2**64 - 1, 1, 2, 9, (3, 4), 5, 6, 7, "f")
     event = Finished("stop", 3, dataclasses.replace(RECEIPT, engine=engine))
     assert read(sent([Started(1, 0, "", ""), event]))[-1].receipt.engine == engine
 

@@ -153,7 +153,6 @@ ENGINE_REFUSALS = [
     ({"prompt": (10**6,)}, "BAD_TOKEN_ID", "prompt_token_ids"),
     ({"prompt": PROMPT, "params": dataclasses.replace(GREEDY, stop=("a",))}, "INVALID_FIELD", "stop.strings"),
     ({"prompt": PROMPT, "params": GREEDY, "write_cache": False}, "NOT_SUPPORTED", "cache.write"),
-    ({"prompt": PROMPT, "params": GREEDY, "answer": (5,)}, "NOT_SUPPORTED", "prompt_len"),
 ]
 
 

@@ -14,6 +14,9 @@ from click.testing import CliRunner, Result
 from deepinfer_jax.checkpoint.reader import load_model
 from deepinfer_jax.cli import main
 from deepinfer_jax.commands import console
+from deepinfer_jax.commands import generate as generate_module
+from deepinfer_jax.engine import Engine
+from deepinfer_jax.engine_build import build_engine
 from tests.golden import DATA
 
 REPOSITORY = DATA.parent.parent
@@ -45,6 +48,25 @@ def weights_read_once() -> Iterator[None]:
     read = functools.cache(load_model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(console, "load_model", lambda *arguments, progress, **options: read(*arguments, **options))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_compiled_once() -> Iterator[None]:
+    """Engines of the same model and settings share a device, which begins with an empty state every time."""
+    first: dict[tuple, tuple[object, Engine]] = {}
+
+    def build(params, config, numerics, settings, *, tokenizer=None):
+        key = id(params), config, numerics, settings
+        if key not in first:
+            first[key] = params, build_engine(params, config, numerics, settings)
+        device = first[key][1]._device
+        device.reset()
+        form, blocks = first[key][1].receiver.form, settings.blocks
+        return Engine(device, config, settings, blocks=blocks, form=form, costs={}, tokenizer=tokenizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_module, "build_engine", build)
         yield
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from deepinfer_jax.commands.answer import ChatAnswer, IdAnswer, Piece, TextAnswer
 from deepinfer_jax.errors import InputError
+from deepinfer_jax.request import Output
 from deepinfer_jax.text.chat import ChatEncoder
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -25,32 +26,32 @@ def encoder(chat_model) -> ChatEncoder:
     return ChatEncoder.from_tokenizer(tokenizer, vocab_size=512, bos_token_id=0, eos_token_id=1)
 
 
+def news(*tokens: int, text: str = "") -> Output:
+    return Output(0, 0, tokens, text)
+
+
 def read(answer, tokens: list[int], *, complete: bool = True) -> tuple[str, str, list[Piece]]:
     """The joined text and reasoning, and the pieces."""
-    pieces = [answer.push(token) for token in tokens] + [answer.finish(complete=complete)]
+    pieces = [answer.push(news(token)) for token in tokens] + [answer.finish(complete=complete)]
     return "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces), pieces
 
 
 def test_ids_are_printed_as_they_are():
     assert read(IdAnswer(), [5, 0, 77])[0] == "5 0 77"
+    answer = IdAnswer()
+    assert [answer.push(news(*tokens)).text for tokens in ((5, 0), (), (77,))] == ["5 0", "", " 77"]
 
 
-def test_text_waits_for_whole_characters_only(chat_model):
-    tokenizer = Tokenizer.from_directory(chat_model)
-    tokens = tokenizer.encode_text("a é")
-    text, _, pieces = read(TextAnswer(tokenizer), tokens)
-    assert text == "a é"
-    assert pieces[0].text == "a"
-    cut = read(TextAnswer(tokenizer), tokens[:-1])
-    assert cut[0] == tokenizer.decode(tokens[:-1])
-    assert cut[0].endswith("\ufffd")
+def test_text_is_what_the_engine_says():
+    answer = TextAnswer()
+    assert [answer.push(news(5, text=text)) for text in ("a ", "")] == [Piece("a "), Piece()]
+    assert answer.finish(complete=False) == Piece()
 
 
-def test_an_id_without_a_token_is_refused_in_every_kind_of_text(encoder):
-    prompt = encoder.encode([{"role": "user", "content": "hi"}])
-    for answer in (TextAnswer(encoder.tokenizer), ChatAnswer(encoder, prompt)):
-        with pytest.raises(InputError, match="'token id' is 600"):
-            answer.push(600)
+def test_an_id_without_a_token_is_refused_in_a_chat(encoder):
+    answer = ChatAnswer(encoder, encoder.encode([{"role": "user", "content": "hi"}]))
+    with pytest.raises(InputError, match="'token id' is 600"):
+        answer.push(news(600))
 
 
 def test_a_chat_is_split_into_reasoning_and_text(encoder):
@@ -83,7 +84,7 @@ def test_tool_calls_follow_the_text_as_json_lines(encoder):
 def test_a_stop_sequence_is_the_last_piece_and_may_be_finished(encoder):
     prompt = encoder.encode({"messages": [{"role": "user", "content": "hi"}], "stop": ["END"]})
     answer = ChatAnswer(encoder, prompt)
-    pieces = [answer.push(token) for token in encoder.tokenizer.encode_text("abc END")]
+    pieces = [answer.push(news(token)) for token in encoder.tokenizer.encode_text("abc END")]
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.text for piece in pieces) == "abc "
     assert answer.finish(complete=True).text == ""

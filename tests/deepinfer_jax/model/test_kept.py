@@ -24,8 +24,9 @@ from deepinfer_jax.model.rows import Kept
 from deepinfer_jax.model.source import PagedSource
 from deepinfer_jax.model.transformer import Model, forward, logits
 from deepinfer_jax.numerics import F32, Numerics
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, kept_tokens, pack
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.step import row_logits
 from tests.checkpoints import golden_model, prompts
 from tests.golden import document, tensors
 

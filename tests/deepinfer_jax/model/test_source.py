@@ -364,3 +364,36 @@ def test_rings_of_a_small_model_outlive_their_readers():
         assert newest - state.window.shape[2] < next_row - (config.sliding_window - 1)
         assert newest - state.pending.shape[2] < next_row - 1
         assert newest - state.history.shape[1] < next_row - (config.engram.max_ngram_size - 1)
+
+
+@every_form
+def test_entries_that_are_not_finite_are_found_at_the_row_that_put_them_there(form):
+    """Two requests; of the second the first three tokens are held. All entries are sound but one at a time."""
+    rows = pack([Chunk(0, 0, [0] * 7), Chunk(2, 3, [0])], SHAPE).batch.to_rows()
+    rows = dataclasses.replace(rows, held=jnp.where(rows.slots == 2, 3, 0))
+    chunk, single = SHAPE.decode_rows, 0
+    clean, tables = jax.tree.map(jnp.zeros_like, nan_state(form)), jnp.asarray(TABLES)
+    finite = jax.jit(lambda state: PagedSource(state, tables).finite_entries(rows))
+    assert np.asarray(finite(clean)).all()
+    seen = {chunk + position: [] for position in range(7)} | {single: []}
+    for pool in ("main", "index"):
+        for number in range(SLOTS * BLOCKS * LAYOUT.rows_per_block):
+            poisoned = jax.tree.map(
+                lambda plane, bad, number=number: plane.at[number, -1].set(bad[number, -1]),
+                getattr(clean, pool),
+                getattr(nan_state(form), pool),
+            )
+            for row in np.flatnonzero(~np.asarray(finite(dataclasses.replace(clean, **{pool: poisoned})))):
+                seen[int(row)].append((pool, number))
+
+    def place(slot, group, entry):
+        per_block = LAYOUT.block_tokens // LAYOUT.ratios[group]
+        block = TABLES[slot, entry // per_block]
+        return int(block * LAYOUT.rows_per_block + LAYOUT.group_offsets[group] + entry % per_block)
+
+    wanted = {chunk + position: [place(0, 1, position)] for position in range(7)} | {single: [place(2, 1, 3)]}
+    for position in (1, 3, 5):
+        wanted[chunk + position].append(place(0, 0, position // 2))
+    wanted[single].append(place(2, 0, 1))
+    for row, numbers in wanted.items():
+        assert sorted(seen[row]) == sorted((pool, number) for pool in ("main", "index") for number in numbers)

@@ -43,8 +43,9 @@ from deepinfer_jax.parallel.layouts import (
 )
 from deepinfer_jax.parallel.mesh import layout_mesh
 from deepinfer_jax.parallel.step import sharded_step
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.step import row_logits
 from tests.checkpoints import golden_model, prompts
 
 SHAPE = StepShape(decode_rows=1, prefill_tiles=1, tile_rows=16)

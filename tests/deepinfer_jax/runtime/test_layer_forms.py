@@ -31,8 +31,9 @@ from deepinfer_jax.model.params import initialise
 from deepinfer_jax.model.source import PagedSource
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.step import row_logits
 from deepinfer_jax.topology import LayerKind, topology
 from tests.checkpoints import golden_model
 from tests.golden import tensors

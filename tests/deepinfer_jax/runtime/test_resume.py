@@ -32,9 +32,10 @@ from deepinfer_jax.cache.store import MemoryStore, pack_block, store_key, unpack
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
 from deepinfer_jax.runtime.host_planes import block_planes, slot_planes
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.step import row_logits
 from deepinfer_jax.runtime.transfer import BLOCKS_AT_ONCE, Transfer, batches
 from tests.checkpoints import golden_model
 from tests.golden import tensors

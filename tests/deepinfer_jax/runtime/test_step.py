@@ -21,8 +21,9 @@ from deepinfer_jax.cache.state import State, initial_state, read_rows
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.advance import advance
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.step import advance, row_logits
+from deepinfer_jax.runtime.step import row_logits
 from pallas_kernels import CachedRows
 from tests.checkpoints import golden_model, prompts
 from tests.golden import tensors

@@ -17,10 +17,18 @@ from deepinfer_jax.model.transformer import Model, forward
 from deepinfer_jax.numerics import F32
 from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
 from examples.train_tiny.batches import Windows
-from examples.train_tiny.drafting import draft_losses, drafts_behind, last_anchor, target_logits, train_draft_head
+from examples.train_tiny.drafting import (
+    AGREEMENT,
+    DISTRIBUTION,
+    draft_losses,
+    drafts_behind,
+    last_anchor,
+    target_logits,
+    train_draft_head,
+)
 from examples.train_tiny.losses import run_windows
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
-from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, DraftWindows
+from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, NOTHING, DraftWindows
 from tests.engines import tiny_drafting_configuration
 from tests.examples.train_tiny.test_backbone import curve
 
@@ -101,7 +109,7 @@ def test_a_confidence_learns_only_where_the_drafts_before_it_were_agreed_with():
 
     def doubt(confidence):
         wrong_second = jax.nn.one_hot(jnp.asarray([[1, 4, 3]]), 5)
-        return draft_losses(drafts(wrong_second, confidence), likeliest)[1]["confidence_loss"]
+        return draft_losses(drafts(wrong_second, confidence), likeliest, DISTRIBUTION)[1]["confidence_loss"]
 
     slopes = jax.grad(doubt)(jnp.zeros((1, 3)))[0]
     assert slopes[0] < 0 < slopes[1]
@@ -120,10 +128,16 @@ def test_the_head_learns_and_the_backbone_stays(params, tmp_path):
     stream = Windows.of([np.tile(pattern, 60).astype(np.int32)], LENGTH, seed=1)
     before = jax.tree.map(np.asarray, params)
     schedule = Schedule(steps=30, batch=2, decay=10, stored_steps=5, warm_up=3, save_every=15)
-    batches = DraftWindows(stream, own_windows(pattern), own_from=20, seed=0)
-    train_draft_head(params, CONFIG, batches, schedule, tmp_path)
+    head = train_draft_head(params, CONFIG, DraftWindows(stream, NOTHING), schedule, tmp_path)
     lines = curve(tmp_path)
     assert (tmp_path / CURVE_FILE).exists()
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert lines[-1]["emitted"] > lines[0]["emitted"] + 0.5
     jax.tree.map(np.testing.assert_array_equal, params, before)
+
+    batches = DraftWindows(stream, own_windows(pattern))
+    begin = jax.tree.map(jnp.array, head)
+    train_draft_head(params, CONFIG, batches, schedule, tmp_path / "own", emphasis=AGREEMENT, begin=begin)
+    again = curve(tmp_path / "own")
+    assert again[0]["emitted"] > lines[0]["emitted"] + 0.5
+    assert again[-1]["loss"] < again[0]["loss"]

@@ -33,7 +33,19 @@ def short(monkeypatch):
 
 
 def run(directory):
-    arguments = [str(directory), "--steps", "10", "--draft-steps", "10", "--prompts", "16", "--batch", "2"]
+    arguments = [
+        str(directory),
+        "--steps",
+        "10",
+        "--draft-steps",
+        "10",
+        "--own-steps",
+        "10",
+        "--prompts",
+        "16",
+        "--batch",
+        "2",
+    ]
     result = CliRunner().invoke(recipe.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
 

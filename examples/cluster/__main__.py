@@ -1,0 +1,38 @@
+"""``python -m examples.cluster``: two prefill workers, two decode workers and a gateway, until Ctrl-C."""
+
+import signal
+import tempfile
+from pathlib import Path
+
+from examples.cluster.processes import Processes, interrupt_on_signals
+
+CONFIGURATION = Path(__file__).parent / "cluster.toml"
+PLACES = (
+    ("prefill", "127.0.0.1:8501"),
+    ("prefill", "127.0.0.1:8502"),
+    ("decode", "127.0.0.1:8503"),
+    ("decode", "127.0.0.1:8504"),
+    ("gateway", "127.0.0.1:8500"),
+)
+SECONDS = 300.0
+
+
+def note(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    interrupt_on_signals()
+    options = ["--config", str(CONFIGURATION)]
+    with tempfile.TemporaryDirectory() as directory, Processes(Path(directory), options, note) as processes:
+        try:
+            note(f"logs are in {directory} while the cluster runs")
+            processes.start_all(PLACES, seconds=SECONDS)
+            note(f"clients call {PLACES[-1][1]}; Ctrl-C ends the cluster")
+            signal.pause()
+        except KeyboardInterrupt:
+            note("ending")
+
+
+if __name__ == "__main__":
+    main()

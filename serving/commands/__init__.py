@@ -1,0 +1,1 @@
+"""Commands of the servers, which ``deepinfer-jax`` finds by their entry points."""

@@ -1,0 +1,1 @@
+"""Long runs that look for what short tests cannot show; started by hand or by make."""
