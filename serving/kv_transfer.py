@@ -87,7 +87,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             raise bad_field("fingerprint", request.fingerprint, accepted, "KV_LAYOUT_MISMATCH")
         state = self._find(request.kv_id)
         sections = state.plan.select(request, self._form)
-        packer, offset = ChunkPacker(chunk_bytes_of(request)), request.resume.offset
+        packer = ChunkPacker(chunk_bytes_of(request), sums=request.sums)
+        offset = request.resume.offset
         self.counts.pulls += 1
         self.counts.running += 1
         try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 from concurrent.futures import Executor
 from pathlib import Path
+
+import numpy as np
 
 from deepinfer_jax.cache.sections import stated_bytes
 from deepinfer_jax.cache.snapshot import Snapshot
@@ -122,22 +123,21 @@ class _GrowingFile:
             raise TransportError("KV_DAMAGED" if size else "KV_EXPIRED", f"{found}, {self._read} of which were read")
         part = self._buffer[self._read : min(size, self._read + _READ_BYTES)]
         self._read += os.preadv(self._file, [part], self._read)
-        begin, content = self._at, self._buffer[: self._read]
-        for section in self._planned[self._place :]:
-            behind = self._at + _size(section, content[self._at :])
+        begin, at, content = self._at, self._at, self._buffer[: self._read]
+        while self._place < len(self._planned):
+            section = self._planned[self._place]
+            # Whether what is there is that section is for its seal to say.
+            behind = at + (section.most if section.least == section.most else _stated(section, content[at:]))
             if behind > self._read:
                 break
-            self.sections[section.name] = content[self._at : behind]
-            self._at = behind
-            self._place += 1
-        return self._at - begin
+            self.sections[section.name] = content[at:behind]
+            at, self._place = behind, self._place + 1
+        self._at = at
+        return at - begin
 
 
-def _size(section: PlannedSection, content: memoryview) -> int:
+def _stated(section: PlannedSection, content: memoryview) -> int:
     """Bytes of a section that content begins with; more than there is where that cannot be said yet."""
-    if section.least == section.most:
-        # Whether it is that section is for its seal to say.
-        return section.most
     stated = stated_bytes(content)
     if stated is None:
         return section.most
@@ -147,8 +147,5 @@ def _size(section: PlannedSection, content: memoryview) -> int:
 
 
 def _large_buffer(size: int) -> memoryview:
-    """Memory that is taken where it is written, in large pages: with small ones, half the time of a copy is theirs."""
-    buffer = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(buffer)
+    """Memory that is not cleared first, and that is warm where the allocator keeps what was given back."""
+    return memoryview(np.empty(size, np.uint8))

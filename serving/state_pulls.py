@@ -116,7 +116,7 @@ class StatePulls:
         """
         settings = self._settings
         request.kv_id, request.fingerprint = self._handle.kv_id, self._handle.fingerprint
-        request.chunk_bytes = settings.chunk_bytes
+        request.chunk_bytes, request.sums = settings.chunk_bytes, True
         reader = PullReader(self._plan.select(request, self._form), settings.chunk_bytes)
         self._readers.append(reader)
         failures = 0
