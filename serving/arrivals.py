@@ -37,16 +37,19 @@ class Arrived:
         meta, progress = fetched.opened.meta, fetched.progress
         self.arrival, self.answer = fetched.opened, meta.tokens[meta.prompt_length :]
         self._worker, self._transport = handle.worker, fetched.transport
-        self._bytes, self._seconds, self._exposed = progress.received, progress.seconds, progress.exposed_seconds
+        self._bytes, self._exposed_bytes = progress.received, progress.exposed_bytes
+        self._seconds, self._exposed_seconds = progress.seconds()
 
     def sign(self, receipt: ServedReceipt) -> ServedReceipt:
         """A receipt that tells of the hand-over."""
+        times = {"transfer": self._seconds, "exposed_transfer": self._exposed_seconds}
         return dataclasses.replace(
             receipt,
             prefill_worker=self._worker,
             handed_over_bytes=self._bytes,
+            exposed_bytes=self._exposed_bytes,
             transport=self._transport,
-            timing=dataclasses.replace(receipt.timing, transfer=self._seconds, exposed_transfer=self._exposed),
+            timing=dataclasses.replace(receipt.timing, **times),
         )
 
 

@@ -106,6 +106,10 @@ class HeldState:
         tokens = self.complete_pages * self.handover.form.layout.block_tokens
         return self.plan.computed if self.complete else min(self.plan.computed, tokens)
 
+    def computed_at(self) -> float | None:
+        """When the last token was computed, by ``time.monotonic``; None before."""
+        return self.handover.computed_at
+
     def section(self, name: str) -> bytes | None:
         """A section of the plan; None while it is not there.
 

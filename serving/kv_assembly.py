@@ -19,6 +19,7 @@ class PullReader:
     Attributes:
         sections: those that are whole, by name; views of the messages they came in where one held them whole.
         received: bytes of data so far.
+        computed: when the last token was, as the latest chunk says: seconds before, and at; None if it does not.
         done: whether the last chunk has come.
     """
 
@@ -31,6 +32,7 @@ class PullReader:
         self._filled = 0
         self.sections: dict[str, bytes | memoryview] = {}
         self.received = 0
+        self.computed: tuple[float, float] | None = None
         self.done = False
 
     @property
@@ -68,7 +70,7 @@ class PullReader:
             self._take(piece, chunk.data[at : at + piece.length])
             at += piece.length
         self.received += at
-        self.done = chunk.last
+        self.done, self.computed = chunk.last, chunk.computed
 
     def end(self) -> None:
         """Note that a stream has ended well.

@@ -7,8 +7,9 @@ another sender ordered differently, at the price of copies.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -33,11 +34,12 @@ class ChunkError(Exception):
 
 
 class Chunk(NamedTuple):
-    """A chunk as it was read. ``data`` is a view of the message."""
+    """A chunk as it was read. ``data`` is a view of the message; ``computed``: seconds ago, and at; None: not known."""
 
     pieces: list[KvPiece]
     data: memoryview
     last: bool
+    computed: tuple[float, float] | None
 
 
 def chunk_bytes_of(request: KvPullRequest) -> int:
@@ -56,11 +58,18 @@ def chunk_bytes_of(request: KvPullRequest) -> int:
 class ChunkPacker:
     """Packs sections, one behind the other, into serialised ``KvChunk`` messages of at most ``chunk_bytes`` of data.
 
-    ``sums``: they carry sums instead of CRCs.
+    ``sums``: they carry sums instead of CRCs; ``computed_at``: says when the last token was computed, by
+    ``time.monotonic``.
     """
 
-    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES, *, sums: bool = False) -> None:
-        self._chunk_bytes, self._sums = chunk_bytes, sums
+    def __init__(
+        self,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        *,
+        sums: bool = False,
+        computed_at: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._chunk_bytes, self._sums, self._computed_at = chunk_bytes, sums, computed_at
         self._pieces: list[KvPiece] = []
         self._data = memoryview(bytearray(chunk_bytes))
         self._size = 0
@@ -88,7 +97,9 @@ class ChunkPacker:
 
     def _chunk(self, *, last: bool) -> bytes:
         data = self._data[: self._size]
-        head = KvChunk(pieces=self._pieces, last=last)
+        head, at = KvChunk(pieces=self._pieces, last=last), self._computed_at()
+        if at is not None:
+            head.computed_ago, head.computed_at = time.monotonic() - at, at
         if self._sums:
             head.sum = word_sum(data)
         else:
@@ -128,7 +139,8 @@ def read_chunk(message: bytes, most_bytes: int = MOST_CHUNK_BYTES) -> Chunk:
     found, stated = (word_sum(data), chunk.sum) if chunk.HasField("sum") else (zlib.crc32(data), chunk.crc32)
     if found != stated:
         raise ChunkError(f"the data of a chunk has not its checksum {stated:08x}")
-    return Chunk(pieces, data, chunk.last)
+    computed = (chunk.computed_ago, chunk.computed_at) if chunk.HasField("computed_ago") else None
+    return Chunk(pieces, data, chunk.last, computed)
 
 
 def _leading_data(message: bytes) -> tuple[memoryview, int]:

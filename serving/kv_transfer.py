@@ -87,7 +87,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             raise bad_field("fingerprint", request.fingerprint, accepted, "KV_LAYOUT_MISMATCH")
         state = self._find(request.kv_id)
         sections = state.plan.select(request, self._form)
-        packer = ChunkPacker(chunk_bytes_of(request), sums=request.sums)
+        packer = ChunkPacker(chunk_bytes_of(request), sums=request.sums, computed_at=state.computed_at)
         offset = request.resume.offset
         self.counts.pulls += 1
         self.counts.running += 1

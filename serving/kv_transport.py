@@ -27,40 +27,43 @@ class TransferProgress:
     Attributes:
         received: bytes so far.
         begun: when it began, in seconds of the clock.
-        completed_at: when something came that is there only when the state is complete; None before.
-        received_before: bytes that had come by then.
+        computed_at: when the last token was computed, by the same clock; None where the sender has not said so.
+        sender_computed_at: the same by the clock of the sender's host.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.begun = clock()
         self.received = 0
-        self.completed_at: float | None = None
-        self.received_before = 0
+        self.computed_at: float | None = None
+        self.sender_computed_at: float | None = None
+        self._arrivals: list[tuple[float, int]] = []
 
     def add(self, size: int) -> None:
         """Note that so many bytes came."""
         self.received += size
+        self._arrivals.append((self._clock(), size))
 
-    def state_is_complete(self) -> None:
-        """Note that the sender has all of the state, before the bytes that say so are added."""
-        if self.completed_at is None:
-            self.completed_at, self.received_before = self._clock(), self.received
+    def computed(self, ago: float, at: float) -> None:
+        """Note the word that the last token was computed so many seconds ago, by the sender's clock ``at``."""
+        self.sender_computed_at, here = at, self._clock() - ago
+        # Every word is late; the one that is least late counts.
+        self.computed_at = here if self.computed_at is None else min(here, self.computed_at)
 
     def restart(self) -> None:
         """Note that everything comes again, by another transport."""
-        self.received = self.received_before = 0
-        self.completed_at = None
+        self.received, self._arrivals = 0, []
+
+    def seconds(self) -> tuple[float, float | None]:
+        """Since it began; and since the last token was computed, or it began if that is later, None if not known."""
+        now = self._clock()
+        return now - self.begun, None if self.computed_at is None else now - max(self.begun, self.computed_at)
 
     @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return self._clock() - self.begun
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Since the state was complete, as far as is known."""
-        return 0.0 if self.completed_at is None else self._clock() - self.completed_at
+    def exposed_bytes(self) -> int:
+        """Those that came later than the last token was computed; 0 where that is not known."""
+        at = self.computed_at
+        return 0 if at is None else sum(size for arrived, size in self._arrivals if arrived > at)
 
 
 @runtime_checkable

@@ -21,6 +21,8 @@ from serving.shared_files import DIRECTORY, path_of
 _SHORT_PAUSE, _LONG_PAUSE = 0.0005, 0.01
 # Bytes that are read at a time, in a thread.
 _READ_BYTES = 16 << 20
+# Seconds that the word when a state was computed may come later than the state.
+_WORD_SECONDS = 0.05
 
 
 class ShmTransport:
@@ -49,12 +51,14 @@ class ShmTransport:
         call = next((other for other in handle.endpoints if self._control.reaches(other)), None)
         if path is None or call is None:
             raise TransportError("KV_EXPIRED", "the state has no file on this host, or no endpoint of its holder")
-        watching = asyncio.create_task(
-            self._control.watch(handle, call, plan, deadline=deadline, progress=TransferProgress())
-        )
+        told = TransferProgress()
+        watching = asyncio.create_task(self._control.watch(handle, call, plan, deadline=deadline, progress=told))
         file = _GrowingFile(path, plan)
         try:
             await self._read(file, watching, progress)
+            await asyncio.wait((watching,), timeout=_WORD_SECONDS)
+            # Of this host, and not late.
+            progress.computed_at = told.sender_computed_at
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -70,8 +74,6 @@ class ShmTransport:
             # Asked before the file is: what is missing then never comes.
             finished = watching.done()
             size = await loop.run_in_executor(self._reader, file.read)
-            if file.rest_has_begun:
-                progress.state_is_complete()
             progress.add(size)
             if finished and not size and not file.complete:
                 watching.result()
@@ -102,11 +104,6 @@ class _GrowingFile:
     def due(self) -> PlannedSection:
         """The section that comes next."""
         return self._planned[self._place]
-
-    @property
-    def rest_has_begun(self) -> bool:
-        """Whether something came that is there only when the state is complete."""
-        return self._place > 0 and self._planned[self._place - 1].part != self._planned[0].part
 
     def close(self) -> None:
         os.close(self._file)

@@ -3,6 +3,7 @@
 States are of random bits, in the small golden shape: blocks of 8 tokens, groups of ratio 2, 2 and 1.
 """
 
+import time
 import zlib
 
 import pytest
@@ -14,6 +15,7 @@ from serving.errors import InvalidRequestError
 from serving.kv_assembly import PullReader, join
 from serving.kv_chunks import ChunkError, ChunkPacker, chunk_bytes_of, read_chunk, word_sum
 from serving.kv_sections import StatePlan
+from serving.kv_transport import TransferProgress
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import (
     KV_PART_META,
     KV_PART_PAGES,
@@ -279,5 +281,32 @@ def test_an_empty_pull_is_one_empty_chunk():
     reader = PullReader([], 1 << 20)
     reader.add(ChunkPacker().finish())
     reader.end()
-    assert read_chunk(ChunkPacker().finish()) == ([], b"", True)
+    assert read_chunk(ChunkPacker().finish()) == ([], b"", True, None)
     assert StatePlan.of(FORM, 0, 1).most_bytes > 0
+
+
+def test_chunks_say_when_the_last_token_was_computed():
+    at = time.monotonic() - 5
+    moments = iter([None, at])
+    packer = ChunkPacker(10, computed_at=lambda: next(moments))
+    before, behind = [read_chunk(message).computed for message in packer.add(NAME, bytes(20))]
+    assert (before, behind[1]) == (None, at)
+    assert behind[0] >= 5
+
+
+def test_a_transfer_knows_what_came_behind_the_last_token():
+    now = 10.0
+    progress = TransferProgress(lambda: now)
+    progress.add(100)
+    now = 12.0
+    progress.add(20)
+    assert (progress.seconds(), progress.exposed_bytes) == ((2.0, None), 0)
+    now = 13.0
+    progress.computed(1.5, 99.0)
+    progress.computed(1.0, 99.0)  # The word took longer.
+    progress.add(3)
+    assert (progress.seconds(), progress.exposed_bytes) == ((3.0, 1.5), 23)
+    progress.computed(9.0, 99.0)
+    assert (progress.seconds(), progress.exposed_bytes) == ((3.0, 3.0), 123)
+    progress.restart()
+    assert (progress.received, progress.exposed_bytes) == (0, 0)

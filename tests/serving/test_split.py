@@ -44,6 +44,7 @@ def assert_same(whole, wanted, handed):
         assert receipt.handed_over_bytes == whole.prefilled.kv.bytes
         assert receipt.engine.received_tokens == whole.prefilled.kv.computed_tokens
         assert 0 <= receipt.timing.exposed_transfer <= receipt.timing.transfer
+        assert 0 < receipt.exposed_bytes <= receipt.handed_over_bytes
 
 
 def compare(numerics, decoder, mode, drawn, handed="grpc", **how):

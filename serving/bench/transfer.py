@@ -17,7 +17,7 @@ import grpc
 from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.cache.sections import open_section
 from deepinfer_jax.cache.snapshot import Snapshot
-from serving.bench_holder import BARE, hold, plan_of, sections_of
+from serving.bench.holder import BARE, hold, plan_of, sections_of
 from serving.channels import RetryPolicy, client_options
 from serving.grpc_transport import GrpcTransport
 from serving.kv_chunks import DEFAULT_CHUNK_BYTES
@@ -79,6 +79,7 @@ def measure_transfer(
     lanes: int = PullSettings.lanes,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     shared: Path = DIRECTORY,
+    progress: Callable[[], None] = lambda: None,
 ) -> TransferFigures:
     """Measure. A second process is started for it, which holds a state of random content.
 
@@ -89,6 +90,7 @@ def measure_transfer(
       lanes: connections by which a state is pulled.
       chunk_bytes: of all streams.
       shared: directory of shared files.
+      progress: called behind each round.
     """
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
@@ -96,14 +98,21 @@ def measure_transfer(
     process.start()
     other.close()
     try:
-        return asyncio.run(_measure(pipe, form, tokens, rounds, lanes, chunk_bytes, shared))
+        return asyncio.run(_measure(pipe, form, tokens, rounds, lanes, chunk_bytes, shared, progress))
     finally:
         pipe.close()
         process.join(_LONGEST)
 
 
 async def _measure(
-    pipe: Connection, form: StateFormat, tokens: int, rounds: int, lanes: int, chunk_bytes: int, shared: Path
+    pipe: Connection,
+    form: StateFormat,
+    tokens: int,
+    rounds: int,
+    lanes: int,
+    chunk_bytes: int,
+    shared: Path,
+    progress: Callable[[], None],
 ) -> TransferFigures:
     target, port, content, size = await asyncio.to_thread(pipe.recv)
     handle = KvHandle.FromString(content)
@@ -122,6 +131,7 @@ async def _measure(
                 await timed("bare_grpc_lanes", lambda: _pull_bytes(target, lanes, size * lanes))
                 await timed("bare_tcp", lambda: asyncio.to_thread(_receive, port, size))
                 await timed("shm", lambda: _share(pipe, reading, form, tokens, size))
+                progress()
             sealing, opening = await asyncio.to_thread(_seals, form, tokens)
         finally:
             await pulling.close()
