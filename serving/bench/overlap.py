@@ -101,7 +101,7 @@ def overlap_of(
         prompt=prompt,
         turns=len(early),
         bytes=early[0].handed_over_bytes,
-        outstanding_bytes=statistics.median(receipt.exposed_bytes for receipt in early),
+        outstanding_bytes=float(statistics.median(receipt.exposed_bytes for receipt in early)),
         exposed_seconds=statistics.median(receipt.timing.exposed_transfer or 0.0 for receipt in early),
         whole_seconds=statistics.median(receipt.timing.transfer or 0.0 for receipt in late),
     )
