@@ -89,20 +89,28 @@ def measure_overlap(
                     if receipt is not None:
                         found.setdefault(transport, ([], []))[kind].append(receipt)
                     progress()
-    return [overlap_of(transport, prompt, *kinds) for transport, kinds in found.items()]
+    figures = [overlap_of(transport, prompt, *kinds) for transport, kinds in found.items()]
+    return [one for one in figures if one is not None]
 
 
 def overlap_of(
     transport: str, prompt: int, early: Sequence[ServedReceipt], late: Sequence[ServedReceipt]
-) -> OverlapFigures:
-    """Figures of receipts: of hand-overs that began with the computation, and of those that began behind it."""
+) -> OverlapFigures | None:
+    """Figures of receipts: of hand-overs that began with the computation, and of those that began behind it.
+
+    None where no receipt of the former says when the last token was computed.
+    """
+    # The word when the last token was computed may have come too late.
+    known = [(receipt.exposed_bytes, seconds) for receipt in early if (seconds := receipt.timing.exposed_transfer)]
+    if not known:
+        return None
     return OverlapFigures(
         transport=transport,
         prompt=prompt,
-        turns=len(early),
+        turns=len(known),
         bytes=early[0].handed_over_bytes,
-        outstanding_bytes=float(statistics.median(receipt.exposed_bytes for receipt in early)),
-        exposed_seconds=statistics.median(receipt.timing.exposed_transfer or 0.0 for receipt in early),
+        outstanding_bytes=float(statistics.median(size for size, _ in known)),
+        exposed_seconds=statistics.median(seconds for _, seconds in known),
         whole_seconds=statistics.median(receipt.timing.transfer or 0.0 for receipt in late),
     )
 

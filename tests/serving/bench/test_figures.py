@@ -65,6 +65,7 @@ def test_overlap_compares_what_was_exposed_with_a_hand_over_that_began_late():
         receipt(exposed_bytes=size, transfer=9.0, exposed_transfer=seconds)
         for size, seconds in ((100, 0.2), (300, 0.3), (200, 0.1))
     ]
+    early.append(receipt(exposed_bytes=0, transfer=9.0))
     late = [receipt(exposed_bytes=1000, transfer=seconds, exposed_transfer=seconds) for seconds in (0.5, 0.8, 3.0)]
     figures = overlap_of("shm", 4000, early, late)
     assert (figures.outstanding_share, figures.exposed_share) == (0.2, pytest.approx(0.25))
