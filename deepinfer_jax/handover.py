@@ -24,8 +24,8 @@ class Handover:
     def __init__(self, form: StateFormat, changed: Callable[[], None] = lambda: None) -> None:
         """Make an empty one.
 
-        ``hit_tokens`` are those of the prompt that a cache had; None until the first step was read. ``computed_at``: when
-        the last token was computed, in seconds of ``time.monotonic``; None before.
+        ``hit_tokens`` are those of the prompt that a cache had; None until the first step was read. ``computed_at`` is
+        when the last token was computed, in seconds of ``time.monotonic``; None before.
 
         Args:
           form: how the state is cut into records.

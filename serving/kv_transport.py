@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from deepinfer_jax.cache.snapshot import Snapshot
@@ -31,16 +32,21 @@ class TransferProgress:
         sender_computed_at: the same by the clock of the sender's host.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, arrived: Callable[[Snapshot], None] = lambda sections: None
+    ) -> None:
+        """``clock``: seconds, steady; ``arrived``: is given sections as they are whole, before the transfer ends."""
+        self._clock, self._arrived = clock, arrived
         self.begun = clock()
         self.received = 0
         self.computed_at: float | None = None
         self.sender_computed_at: float | None = None
         self._arrivals: list[tuple[float, int]] = []
 
-    def add(self, size: int) -> None:
-        """Note that so many bytes came."""
+    def add(self, size: int, sections: Snapshot = MappingProxyType({})) -> None:
+        """Note that so many bytes came, and the sections that are whole with them."""
+        if sections:
+            self._arrived(sections)
         self.received += size
         self._arrivals.append((self._clock(), size))
 

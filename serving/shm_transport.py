@@ -74,7 +74,7 @@ class ShmTransport:
             # Asked before the file is: what is missing then never comes.
             finished = watching.done()
             size = await loop.run_in_executor(self._reader, file.read)
-            progress.add(size)
+            progress.add(size, file.taken)
             if finished and not size and not file.complete:
                 watching.result()
                 raise TransportError("KV_DAMAGED", f"the file of the state ends before {file.due.name}")
@@ -90,6 +90,8 @@ class _GrowingFile:
         self._planned, self._place, self._at = plan.sections, 0, 0
         self._read = 0
         self.sections: dict[str, bytes | memoryview] = {}
+        # Those of the last read.
+        self.taken: dict[str, bytes | memoryview] = {}
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -121,15 +123,17 @@ class _GrowingFile:
         part = self._buffer[self._read : min(size, self._read + _READ_BYTES)]
         self._read += os.preadv(self._file, [part], self._read)
         begin, at, content = self._at, self._at, self._buffer[: self._read]
+        self.taken = {}
         while self._place < len(self._planned):
             section = self._planned[self._place]
             # Whether what is there is that section is for its seal to say.
             behind = at + (section.most if section.least == section.most else _stated(section, content[at:]))
             if behind > self._read:
                 break
-            self.sections[section.name] = content[at:behind]
+            self.taken[section.name] = content[at:behind]
             at, self._place = behind, self._place + 1
         self._at = at
+        self.sections |= self.taken
         return at - begin
 
 

@@ -139,8 +139,8 @@ class StatePulls:
         try:
             while (message := await stream.read()) is not None:
                 before = reader.received
-                reader.add(message)
-                self._progress.add(reader.received - before)
+                sections = reader.add(message)
+                self._progress.add(reader.received - before, sections)
                 if reader.computed is not None:
                     self._progress.computed(*reader.computed)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -63,10 +62,9 @@ def answer_served(client: Client, prompt: tuple[int, ...], params: SamplingParam
     begin = time.perf_counter()
     tokens: list[int] = []
     first = last = begin
-    with contextlib.closing(client.generate(prompt, params, read_cache=False)) as events:
-        for event in events:
-            if isinstance(event, Delta):
-                last = time.perf_counter()
-                first = last if not tokens else first
-                tokens += event.tokens
+    for event in client.generate(prompt, params, read_cache=False):
+        if isinstance(event, Delta):
+            last = time.perf_counter()
+            first = last if not tokens else first
+            tokens += event.tokens
     return Turn(tuple(tokens), first - begin, last - begin)
