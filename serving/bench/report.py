@@ -25,11 +25,12 @@ class Report:
     """What was measured; None was not.
 
     Attributes:
-        model: that the servers had.
+        model, overlap_model: that the servers had, and those of the part ``overlap``.
         left_out: parts that could not be measured, and why.
     """
 
     model: str
+    overlap_model: str = ""
     overhead: OverheadFigures | None = None
     input: InputFigures | None = None
     overlap: Sequence[OverlapFigures] | None = None
@@ -40,7 +41,8 @@ class Report:
     def document(self) -> dict[str, Any]:
         """For JSON."""
         parts = {name: _document(getattr(self, name)) for name in _PARTS}
-        return {"model": self.model, **parts, "left_out": self.left_out, "load_average": os.getloadavg()[0]}
+        models = {"model": self.model, "overlap_model": self.overlap_model}
+        return models | parts | {"left_out": self.left_out, "load_average": os.getloadavg()[0]}
 
     def text(self) -> str:
         """For people."""
@@ -54,7 +56,7 @@ class Report:
         if self.input is not None:
             yield from _input_rows(self.input)
         for one in self.overlap or ():
-            yield from _overlap_rows(one)
+            yield from _overlap_rows(one, self.overlap_model)
         if self.transfer is not None:
             yield from _transfer_rows(self.transfer)
         if self.streams is not None:
@@ -89,8 +91,9 @@ def _input_rows(figures: InputFigures) -> Iterator[Row]:
     yield f"{name}: without", f"{figures.without_hits:,.0f} tokens/s", ""
 
 
-def _overlap_rows(figures: OverlapFigures) -> Iterator[Row]:
+def _overlap_rows(figures: OverlapFigures, model: str) -> Iterator[Row]:
     name = f"hand-over of {figures.prompt} tokens, {figures.bytes / 1e6:.1f} MB by {figures.transport}"
+    yield f"{name}, of", model, ""
     yield f"{name}: to come when computed", f"{figures.outstanding_share:.1%}", f"at most {MOST_OUTSTANDING:.0%}"
     yield f"{name}: behind that", f"{1e3 * figures.exposed_seconds:,.1f} ms", ""
     yield f"{name}: begun behind it", f"{1e3 * figures.whole_seconds:,.1f} ms", ""

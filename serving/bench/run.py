@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.records import StateFormat
@@ -19,6 +21,7 @@ from serving.bench.overlap import measure_overlap
 from serving.bench.report import Report
 from serving.bench.streams import measure_streams
 from serving.bench.transfer import measure_transfer
+from serving.bench.wide_model import NAME, write_wide_model
 from serving.client import Client
 from serving.configuration import Configuration, ModelSection
 from serving.proto.deepinfer.v1.inference_pb2 import ModelInfo
@@ -89,15 +92,24 @@ def run_parts(
       ProcessError: servers do not start.
       ServingError: a server refuses.
     """
-    report = Report(model.directory or "the model that comes with the library")
+    report = Report(model.name or model.directory or "the model that comes with the library")
     if "transfer" in parts:
         with terminal.bar(5 * sizes.turns, " transfers") as step:
             report.transfer = measure_transfer(
                 _released_form(), tokens=sizes.transfer_tokens, rounds=5 * sizes.turns, progress=step
             )
-    if {"overhead", "input", "overlap"} & set(parts):
+    if {"overhead", "input"} & set(parts):
         with _servers(measured_configuration(model), running, terminal, environment) as cluster:
             _measure_speed(report, cluster, parts, sizes, terminal)
+    if "overlap" in parts:
+        with contextlib.ExitStack() as stack:
+            own = model
+            if running is None and not model.directory:
+                terminal.note(f"drawing {NAME}, for overlap")
+                own = write_wide_model(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deepinfer-"))))
+            report.overlap_model = own.name or report.model
+            cluster = stack.enter_context(_servers(measured_configuration(own), running, terminal, environment))
+            _measure_overlap(report, cluster, sizes, terminal)
     if "streams" in parts:
         configuration = measured_configuration(model, streams=sizes.streams)
         with _servers(configuration, running, terminal, environment) as cluster:
@@ -134,14 +146,18 @@ def _servers(
 
 
 def _measure_speed(report: Report, cluster: _Cluster, parts: Collection[str], sizes: Sizes, terminal: Terminal) -> None:
-    addresses, vocabulary = cluster.addresses, cluster.info.vocabulary
     if "overhead" in parts:
         engine = load_alone(cluster.configuration, terminal.note)
         try:
             check_same(engine, cluster.info)
             with terminal.bar(sizes.turns + 1, " turns") as step:
                 report.overhead = measure_overhead(
-                    engine, addresses, prompt=sizes.prompt, tokens=sizes.tokens, turns=sizes.turns, progress=step
+                    engine,
+                    cluster.addresses,
+                    prompt=sizes.prompt,
+                    tokens=sizes.tokens,
+                    turns=sizes.turns,
+                    progress=step,
                 )
         finally:
             engine.close()
@@ -149,28 +165,31 @@ def _measure_speed(report: Report, cluster: _Cluster, parts: Collection[str], si
         with terminal.bar(sizes.inputs, " prompts") as step:
             report.input = measure_input(
                 cluster.gateway,
-                vocabulary,
+                cluster.info.vocabulary,
                 prompts=sizes.inputs,
                 shared=sizes.shared,
                 own=sizes.own,
                 progress=step,
             )
-    if "overlap" in parts:
-        if addresses.prefill is None or addresses.decode is None:
-            report.left_out["overlap"] = "as the addresses of a prefill worker and of a decode worker are not known"
-        elif sizes.long_prompt + 2 > cluster.info.max_context:
-            report.left_out["overlap"] = f"as requests have at most {cluster.info.max_context} tokens"
-        else:
-            with terminal.bar(2 * len(OVERLAP_TRANSPORTS) * sizes.long_turns, " hand-overs") as step:
-                report.overlap = measure_overlap(
-                    addresses.prefill,
-                    addresses.decode,
-                    vocabulary,
-                    prompt=sizes.long_prompt,
-                    turns=sizes.long_turns,
-                    transports=OVERLAP_TRANSPORTS,
-                    progress=step,
-                )
+
+
+def _measure_overlap(report: Report, cluster: _Cluster, sizes: Sizes, terminal: Terminal) -> None:
+    prefill, decode = cluster.addresses.prefill, cluster.addresses.decode
+    if prefill is None or decode is None:
+        report.left_out["overlap"] = "as the addresses of a prefill worker and of a decode worker are not known"
+    elif sizes.long_prompt + 2 > cluster.info.max_context:
+        report.left_out["overlap"] = f"as requests have at most {cluster.info.max_context} tokens"
+    else:
+        with terminal.bar(2 * len(OVERLAP_TRANSPORTS) * sizes.long_turns, " hand-overs") as step:
+            report.overlap = measure_overlap(
+                prefill,
+                decode,
+                cluster.info.vocabulary,
+                prompt=sizes.long_prompt,
+                turns=sizes.long_turns,
+                transports=OVERLAP_TRANSPORTS,
+                progress=step,
+            )
 
 
 def _measure_streams(report: Report, cluster: _Cluster, sizes: Sizes, terminal: Terminal) -> None:

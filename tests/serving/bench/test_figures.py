@@ -85,7 +85,7 @@ def full_report():
     alone = [turn(0.1, 0.01)] * 2
     overhead = OverheadFigures(16, 5, 2, Spread(100.0, 100.0), Spread(1e4, 1e4), (compare("gateway", alone, alone),))
     overlap = [overlap_of("grpc", 4000, [receipt(exposed_bytes=10, exposed_transfer=0.1)], [receipt(transfer=0.5)])]
-    return Report("m", overhead, InputFigures(4, 90, 10, 2, 400, 270, 2.0), overlap, TRANSFER, STREAMS)
+    return Report("m", "wide", overhead, InputFigures(4, 90, 10, 2, 400, 270, 2.0), overlap, TRANSFER, STREAMS)
 
 
 def test_json_has_fields_and_what_follows_from_them():
