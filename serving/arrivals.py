@@ -38,19 +38,20 @@ class Arrived:
         meta, progress = fetched.opened.meta, fetched.progress
         self.arrival, self.answer = fetched.opened, meta.tokens[meta.prompt_length :]
         self._worker, self._transport = handle.worker, fetched.transport
-        self._bytes, self._exposed_bytes = progress.received, progress.exposed_bytes
-        self._seconds, self._exposed_seconds = progress.seconds()
+        self._progress = progress
+        progress.end()
 
     def sign(self, receipt: ServedReceipt) -> ServedReceipt:
         """A receipt that tells of the hand-over."""
-        times = {"transfer": self._seconds, "exposed_transfer": self._exposed_seconds}
+        transfer, exposed = self._progress.seconds()
+        timing = dataclasses.replace(receipt.timing, transfer=transfer, exposed_transfer=exposed)
         return dataclasses.replace(
             receipt,
             prefill_worker=self._worker,
-            handed_over_bytes=self._bytes,
-            exposed_bytes=self._exposed_bytes,
+            handed_over_bytes=self._progress.received,
+            exposed_bytes=self._progress.exposed_bytes,
             transport=self._transport,
-            timing=dataclasses.replace(receipt.timing, **times),
+            timing=timing,
         )
 
 

@@ -39,6 +39,7 @@ class TransferProgress:
         self._clock, self._arrived = clock, arrived
         self.begun = clock()
         self.received = 0
+        self._ended: float | None = None
         self.computed_at: float | None = None
         self.sender_computed_at: float | None = None
         self._arrivals: list[tuple[float, int]] = []
@@ -60,9 +61,16 @@ class TransferProgress:
         """Note that everything comes again, by another transport."""
         self.received, self._arrivals = 0, []
 
+    def end(self) -> None:
+        """Note that the state is here, and checked; the word when it was computed may come later."""
+        self._ended = self._clock()
+
     def seconds(self) -> tuple[float, float | None]:
-        """Since it began; and since the last token was computed, or it began if that is later, None if not known."""
-        now = self._clock()
+        """Until its end, or now: since it began, and since the last token was computed or it began, what is later.
+
+        The second is None where it is not known.
+        """
+        now = self._clock() if self._ended is None else self._ended
         return now - self.begun, None if self.computed_at is None else now - max(self.begun, self.computed_at)
 
     @property

@@ -21,8 +21,6 @@ from serving.shared_files import DIRECTORY, path_of
 _SHORT_PAUSE, _LONG_PAUSE = 0.0005, 0.01
 # Bytes that are read at a time, in a thread.
 _READ_BYTES = 16 << 20
-# Seconds that the word when a state was computed may come later than the state.
-_WORD_SECONDS = 0.05
 
 
 class ShmTransport:
@@ -39,6 +37,8 @@ class ShmTransport:
           directory: where files of this host are.
         """
         self._control, self._reader, self._directory = control, reader, directory
+        # Watches of states that are here: the word when they were computed is on its way.
+        self._ending: set[asyncio.Task[None]] = set()
 
     def reaches(self, endpoint: KvEndpoint) -> bool:
         path = path_of(endpoint, self._directory)
@@ -56,17 +56,32 @@ class ShmTransport:
         file = _GrowingFile(path, plan)
         try:
             await self._read(file, watching, progress)
-            await asyncio.wait((watching,), timeout=_WORD_SECONDS)
-            # Of this host, and not late.
-            progress.computed_at = told.sender_computed_at
-        finally:
+        except BaseException:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            raise
+        finally:
             file.close()
+        self._let_end(watching, told, progress)
         return file.sections
 
     async def close(self) -> None:
-        """Nothing: the control transport is closed by whoever made it."""
+        """End what is left of watches; the control transport is closed by whoever made it."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def _let_end(self, watching: asyncio.Task[None], told: TransferProgress, progress: TransferProgress) -> None:
+        """Tell a progress when its state was computed, as soon as that is known; nobody waits for it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._ending.discard(task)
+            if not task.cancelled() and task.exception() is None:
+                # The clock is that of this host.
+                progress.computed_at = told.sender_computed_at
+
+        self._ending.add(watching)
+        watching.add_done_callback(ended)
 
     async def _read(self, file: _GrowingFile, watching: asyncio.Task[None], progress: TransferProgress) -> None:
         loop, pause = asyncio.get_running_loop(), _SHORT_PAUSE

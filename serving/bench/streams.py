@@ -14,7 +14,7 @@ from serving.async_client import AsyncClient
 from serving.bench.alone import answer_alone
 from serving.bench.turn import greedy, random_prompt
 from serving.errors import ServingError
-from serving.events import Delta, Finished
+from serving.events import Delta
 
 _ANSWER_SECONDS = 600.0
 Prompt = tuple[int, ...]
@@ -104,8 +104,6 @@ async def ask_all(target: str, prompts: Sequence[Prompt], tokens: int) -> tuple[
                     now += not found
                     most = max(most, now)
                     found += event.tokens
-                elif isinstance(event, Finished):
-                    break
         except ServingError:
             return None
         finally:
