@@ -120,4 +120,5 @@ def _stream_rows(figures: StreamFigures) -> Iterator[Row]:
     name = f"{figures.streams} streams of {figures.prompt} + {figures.tokens} tokens"
     yield f"{name}: equal to the engine alone", f"{figures.equal}", f"{figures.streams}"
     yield f"{name}: open at a time", f"{figures.held}", f"{figures.streams}"
+    yield f"{name}: answering at a time", f"{figures.answering}", ""
     yield f"{name}: together", f"{figures.tokens_per_second:,.0f} tokens/s", ""

@@ -27,7 +27,8 @@ class StreamFigures:
     Attributes:
         streams: of them.
         prompt, tokens: lengths.
-        held: most that were open at a time, behind their first token and before their last.
+        held: most that were open at a time.
+        answering: most of these that had their first token and not their last.
         equal: streams whose tokens are those of the engine alone.
         failed: streams that ended with an error.
         seconds: from the first call to the last end.
@@ -37,6 +38,7 @@ class StreamFigures:
     prompt: int
     tokens: int
     held: int
+    answering: int
     equal: int
     failed: int
     seconds: float
@@ -71,7 +73,7 @@ def measure_streams(
     """
     random = np.random.default_rng(1)
     asked = [random_prompt(random, engine.config.vocab_size, prompt) for _ in range(streams)]
-    held, seconds, served = asyncio.run(ask_all(target, asked, tokens))
+    held, answering, seconds, served = asyncio.run(ask_all(target, asked, tokens))
     alone = []
     for one in asked:
         alone.append(answer_alone(engine, one, greedy(tokens)).tokens)
@@ -81,36 +83,41 @@ def measure_streams(
         prompt=prompt,
         tokens=tokens,
         held=held,
+        answering=answering,
         equal=sum(found == wanted for found, wanted in zip(served, alone, strict=True)),
         failed=sum(found is None for found in served),
         seconds=seconds,
     )
 
 
-async def ask_all(target: str, prompts: Sequence[Prompt], tokens: int) -> tuple[int, float, list[Prompt | None]]:
+async def ask_all(target: str, prompts: Sequence[Prompt], tokens: int) -> tuple[int, int, float, list[Prompt | None]]:
     """Streams that begin together.
 
     Returns:
-      Most that had begun and not ended at a time; seconds; and the tokens of each, None where it failed.
+      Most that were open at a time; most of these that had begun to answer; seconds; and the tokens of each, None where
+      it failed.
     """
-    now = most = 0
+    opened = held = answering = most_answering = 0
 
     async def ask(client: AsyncClient, prompt: Prompt) -> Prompt | None:
-        nonlocal now, most
+        nonlocal opened, held, answering, most_answering
         found: list[int] = []
+        opened += 1
+        held = max(held, opened)
         try:
             async for event in client.generate(prompt, greedy(tokens), read_cache=False):
                 if isinstance(event, Delta):
-                    now += not found
-                    most = max(most, now)
+                    answering += not found
+                    most_answering = max(most_answering, answering)
                     found += event.tokens
         except ServingError:
             return None
         finally:
-            now -= bool(found)
+            opened -= 1
+            answering -= bool(found)
         return tuple(found)
 
     async with AsyncClient(target, timeout=_ANSWER_SECONDS) as client:
         begin = time.perf_counter()
         answers = await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
-        return most, time.perf_counter() - begin, answers
+        return held, most_answering, time.perf_counter() - begin, answers

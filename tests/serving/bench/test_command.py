@@ -19,7 +19,7 @@ from serving.commands import bench_serve
 from serving.configuration import ModelSection, load_configuration
 from serving.errors import refusal
 
-STREAMS = StreamFigures(streams=4, prompt=16, tokens=10, held=4, equal=4, failed=0, seconds=2.0)
+STREAMS = StreamFigures(streams=4, prompt=16, tokens=10, held=4, answering=4, equal=4, failed=0, seconds=2.0)
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 

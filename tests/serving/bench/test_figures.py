@@ -28,7 +28,7 @@ TRANSFER = TransferFigures(
     sealing=0.2e9,
     opening=0.4e9,
 )
-STREAMS = StreamFigures(streams=8, prompt=16, tokens=10, held=7, equal=8, failed=0, seconds=2.0)
+STREAMS = StreamFigures(streams=8, prompt=16, tokens=10, held=8, answering=7, equal=8, failed=0, seconds=2.0)
 
 
 def turn(first, token, count=5):
