@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -10,8 +11,18 @@ from jaxtyping import Int
 from deepinfer_jax.books import Books
 from deepinfer_jax.cache import records
 from deepinfer_jax.cache.records import StateFormat
-from deepinfer_jax.cache.snapshot import Rings, Snapshot, SnapshotMeta, unpack
-from deepinfer_jax.errors import InputError
+from deepinfer_jax.cache.snapshot import (
+    Rings,
+    Snapshot,
+    SnapshotMeta,
+    open_meta,
+    page_name,
+    section_names,
+    unpack,
+    unpack_page,
+    unpack_slot,
+)
+from deepinfer_jax.errors import InputError, SnapshotError
 from deepinfer_jax.replay import Restart
 from deepinfer_jax.request import Request
 from deepinfer_jax.runtime.device import Device
@@ -85,6 +96,50 @@ class Receiver:
           SnapshotError: one is missing, damaged, or of another model.
         """
         return Arrival(*unpack(snapshot, self.rings, self.form, self.token_map, self.fill))
+
+    def opening(self, computed: int) -> Opening:
+        """Opens a snapshot of ``computed`` tokens while it arrives."""
+        return Opening(self, computed)
+
+
+class Opening:
+    """Opens pages of full blocks as they come, and the rest at the end. For one thread at a time."""
+
+    def __init__(self, receiver: Receiver, computed: int) -> None:
+        self._receiver, self._computed = receiver, computed
+        form, size = receiver.form, receiver.form.layout.block_tokens
+        self._due = {
+            page_name(block, group): (block, group)
+            for block in range(computed // size)
+            for group in range(len(form.layout.ratios))
+        }
+        self._planes = form.empty_blocks(form.layout.blocks_for(computed), receiver.fill)
+
+    def take(self, sections: Snapshot) -> None:
+        """Open those that are pages of full blocks; what is refused is left to :meth:`finish`."""
+        for name in sections:
+            if name in self._due:
+                with contextlib.suppress(SnapshotError):
+                    self._read(sections, self._computed, *self._due[name])
+                    del self._due[name]
+
+    def finish(self, snapshot: Snapshot) -> Arrival:
+        """Check every section that was not taken before. See :meth:`Receiver.open`."""
+        receiver, form = self._receiver, self._receiver.form
+        meta = open_meta(snapshot, form)
+        if meta.paged != self._computed or set(snapshot) != set(section_names(meta, form)):
+            # Pages of other tokens than were expected, or an error that is named there.
+            return receiver.open(snapshot)
+        for block, group in self._due.values():
+            self._read(snapshot, meta.paged, block, group)
+        for block in range(meta.paged // form.layout.block_tokens, form.layout.blocks_for(meta.paged)):
+            for group in range(len(form.layout.ratios)):
+                self._read(snapshot, meta.paged, block, group)
+        slot = unpack_slot(snapshot, meta, receiver.rings, form, receiver.token_map, receiver.fill)
+        return Arrival(meta, self._planes, slot)
+
+    def _read(self, snapshot: Snapshot, paged: int, block: int, group: int) -> None:
+        unpack_page(snapshot, paged, block, group, self._receiver.form, self._planes, block)
 
 
 def insert(sequence: Sequence, arrival: Arrival, device: Device, books: Books) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ class Handover:
     def __init__(self, form: StateFormat, changed: Callable[[], None] = lambda: None) -> None:
         """Make an empty one.
 
-        ``hit_tokens`` are those of the prompt that a cache had; None until the first step was read.
+        ``hit_tokens`` are those of the prompt that a cache had; None until the first step was read. ``computed_at`` is
+        when the last token was computed, in seconds of ``time.monotonic``; None before.
 
         Args:
           form: how the state is cut into records.
@@ -35,6 +37,7 @@ class Handover:
         self._end: tuple[SnapshotMeta, Any] | None = None
         self._failure: str | None = None
         self.hit_tokens: int | None = None
+        self.computed_at: float | None = None
 
     # The engine's side.
 
@@ -48,8 +51,14 @@ class Handover:
             self._extend(planes, count)
         self._changed()
 
+    def computed(self) -> None:
+        """Note that the last token was computed: all that takes time from here on is the hand-over."""
+        self.computed_at = time.monotonic()
+
     def complete(self, planes: Sequence[Any], count: int, meta: SnapshotMeta, slot: Any) -> None:
         """The last blocks as in :meth:`add`, the last of them perhaps not full, and everything else."""
+        if self.computed_at is None:
+            self.computed()
         with self._lock:
             self._extend(planes, count)
             self._end = meta, slot

@@ -223,6 +223,7 @@ class Results:
         """Give away what makes a state complete."""
         assert sequence.handover is not None
         assert handed.slot is not None
+        sequence.handover.computed()
         blocks, meta = [part.read() for part in handed.blocks], describe(sequence, self._fingerprint)
         sequence.handover.complete(blocks, handed.count, meta, handed.slot.read())
 

@@ -12,6 +12,7 @@ from typing import Any
 from deepinfer_jax.arrival import Arrival, Receiver
 from deepinfer_jax.errors import ConfigError, OverloadError
 from deepinfer_jax.replay import Replay
+from serving.early_opening import EarlyOpening
 from serving.errors import bad_field, refusal
 from serving.events import ServedReceipt
 from serving.generate_call import GenerateCall
@@ -37,16 +38,20 @@ class Arrived:
         meta, progress = fetched.opened.meta, fetched.progress
         self.arrival, self.answer = fetched.opened, meta.tokens[meta.prompt_length :]
         self._worker, self._transport = handle.worker, fetched.transport
-        self._bytes, self._seconds, self._exposed = progress.received, progress.seconds, progress.exposed_seconds
+        self._progress = progress
+        progress.end()
 
     def sign(self, receipt: ServedReceipt) -> ServedReceipt:
         """A receipt that tells of the hand-over."""
+        transfer, exposed = self._progress.seconds()
+        timing = dataclasses.replace(receipt.timing, transfer=transfer, exposed_transfer=exposed)
         return dataclasses.replace(
             receipt,
             prefill_worker=self._worker,
-            handed_over_bytes=self._bytes,
+            handed_over_bytes=self._progress.received,
+            exposed_bytes=self._progress.exposed_bytes,
             transport=self._transport,
-            timing=dataclasses.replace(receipt.timing, transfer=self._seconds, exposed_transfer=self._exposed),
+            timing=timing,
         )
 
 
@@ -159,18 +164,20 @@ class Arrivals:
         self.bytes += size
 
     async def _fetch(self, asked: GenerateCall, handle: KvHandle, plan: StatePlan, seconds: float) -> Fetched[Arrival]:
-        loop, progress = asyncio.get_running_loop(), TransferProgress()
+        opening = EarlyOpening(self._receiver.opening(plan.computed), self._opener)
+        progress = TransferProgress(arrived=opening.take)
         entry = plan.most_bytes, progress
         self._fetching.add(entry)
         try:
             fetched = await self._fetcher.fetch(
                 handle,
                 plan,
-                lambda snapshot: loop.run_in_executor(self._opener, self._receiver.open, snapshot),
+                opening.finish,
                 seconds=seconds,
                 progress=progress,
             )
         finally:
+            opening.close()
             self._fetching.discard(entry)
         meta = fetched.opened.meta
         if asked.first_token is not None and meta.tokens[meta.prompt_length :] != (asked.first_token,):

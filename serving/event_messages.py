@@ -22,7 +22,7 @@ FINISH_REASONS = {
 _REASON_NAMES = {value: name for name, value in FINISH_REASONS.items()}
 _TIMES = tuple(field.name for field in dataclasses.fields(Timing))
 _COUNTS = tuple(field.name for field in dataclasses.fields(Receipt) if field.name != "replays")
-_SERVED = ("worker", "prefill_worker", "handed_over_bytes", "transport", "failovers")
+_SERVED = ("worker", "prefill_worker", "handed_over_bytes", "exposed_bytes", "transport", "failovers")
 
 
 def started_message(event: Started) -> inference_pb2.Started:

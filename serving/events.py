@@ -61,6 +61,7 @@ class ServedReceipt:
         engine: the receipt of the engine that generated the last token.
         worker, prefill_worker: who did that, and who computed the prompt where that is another one.
         handed_over_bytes: size of the state between them, by ``transport``.
+        exposed_bytes: of these, what had not arrived when the last token was computed.
         failovers: how often the request went on with another worker.
         timing: where the time went.
     """
@@ -69,6 +70,7 @@ class ServedReceipt:
     worker: str = ""
     prefill_worker: str = ""
     handed_over_bytes: int = 0
+    exposed_bytes: int = 0
     transport: str = ""
     failovers: int = 0
     timing: Timing = dataclasses.field(default_factory=Timing)

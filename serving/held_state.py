@@ -106,6 +106,10 @@ class HeldState:
         tokens = self.complete_pages * self.handover.form.layout.block_tokens
         return self.plan.computed if self.complete else min(self.plan.computed, tokens)
 
+    def computed_at(self) -> float | None:
+        """When the last token was computed, by ``time.monotonic``; None before."""
+        return self.handover.computed_at
+
     def section(self, name: str) -> bytes | None:
         """A section of the plan; None while it is not there.
 
@@ -143,13 +147,14 @@ class HeldState:
             while not self.complete:
                 # In this order: where the first is there, the second will not grow.
                 meta, ready, pulse = self.handover.meta, self.handover.ready, self._pulse
-                if self.complete_pages < ready:
+                if meta is not None and ready - self.complete_pages <= _BLOCKS_AT_ONCE:
+                    # At once, as somebody waits for it.
+                    await self._loop.run_in_executor(self._sealer, self._seal_end, self.complete_pages, ready)
+                    self.complete_pages, self.complete = ready, True
+                elif self.complete_pages < ready:
                     stop = min(ready, self.complete_pages + _BLOCKS_AT_ONCE)
                     await self._loop.run_in_executor(self._sealer, self._seal_pages, self.complete_pages, stop)
                     self.complete_pages = stop
-                elif meta is not None:
-                    await self._loop.run_in_executor(self._sealer, self._seal_rest)
-                    self.complete = True
                 elif self.handover.failure is not None:
                     return
                 else:
@@ -164,7 +169,9 @@ class HeldState:
         self._storage.put(self.handover.pages(first, stop))
         self.handover.forget(first, stop)
 
-    def _seal_rest(self) -> None:
+    def _seal_end(self, first: int, stop: int) -> None:
+        if first < stop:
+            self._seal_pages(first, stop)
         rest = self.handover.rest()
         self._storage.put({name: rest[name] for name in (*(name for name in rest if name != META), META)})
         self.handover.forget_rest()

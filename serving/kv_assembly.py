@@ -19,6 +19,7 @@ class PullReader:
     Attributes:
         sections: those that are whole, by name; views of the messages they came in where one held them whole.
         received: bytes of data so far.
+        computed: when the last token was, as the latest chunk says: seconds before, and at; None if it does not.
         done: whether the last chunk has come.
     """
 
@@ -31,6 +32,7 @@ class PullReader:
         self._filled = 0
         self.sections: dict[str, bytes | memoryview] = {}
         self.received = 0
+        self.computed: tuple[float, float] | None = None
         self.done = False
 
     @property
@@ -51,8 +53,8 @@ class PullReader:
         """The section that the next byte belongs to; None behind all of them."""
         return self._planned[self._place] if self._place < len(self._planned) else None
 
-    def add(self, message: bytes) -> None:
-        """Take the next chunk of the stream.
+    def add(self, message: bytes) -> dict[str, bytes | memoryview]:
+        """Take the next chunk of the stream. Returns the sections that are whole with it.
 
         Raises:
           ChunkError: see :func:`serving.kv_chunks.read_chunk`; or it holds what cannot come here. Nothing was taken.
@@ -63,12 +65,14 @@ class PullReader:
         place = self._check(chunk.pieces)
         if chunk.last and place != len(self._planned):
             raise ChunkError(f"the last chunk came before {self._planned[place].name} was whole")
-        at = 0
+        at, whole = 0, dict[str, bytes | memoryview]()
         for piece in chunk.pieces:
-            self._take(piece, chunk.data[at : at + piece.length])
+            self._take(piece, chunk.data[at : at + piece.length], whole)
             at += piece.length
+        self.sections |= whole
         self.received += at
-        self.done = chunk.last
+        self.done, self.computed = chunk.last, chunk.computed
+        return whole
 
     def end(self) -> None:
         """Note that a stream has ended well.
@@ -99,10 +103,11 @@ class PullReader:
                 place, filled = place + 1, 0
         return place
 
-    def _take(self, piece: KvPiece, data: memoryview) -> None:
-        whole: bytes | memoryview
+    def _take(self, piece: KvPiece, data: memoryview, whole: dict[str, bytes | memoryview]) -> None:
+        """Take a piece; its section is added to ``whole`` if it is."""
+        section: bytes | memoryview
         if piece.length == piece.section_bytes:
-            whole = data
+            section = data
         else:
             if not piece.offset:
                 self._begun = bytearray(piece.section_bytes)
@@ -110,8 +115,8 @@ class PullReader:
             self._filled = piece.offset + piece.length
             if self._filled < piece.section_bytes:
                 return
-            whole = memoryview(self._begun)
-        self.sections[piece.section] = whole
+            section = memoryview(self._begun)
+        whole[piece.section] = section
         self._begun, self._filled, self._place = bytearray(), 0, self._place + 1
 
 

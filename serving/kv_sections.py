@@ -66,12 +66,12 @@ class StatePlan:
         blocks, groups = form.layout.blocks_for(computed), len(form.layout.ratios)
         meta = HEADER_BYTES + 4 * tokens + _META_ROOM + _REPLAY_ROOM * blocks + _IMAGE_ROOM * images
         window = HEADER_BYTES + min(computed, form.sliding_window) * form.window.size
-        pending = HEADER_BYTES + form.pending.size
+        pending, record = HEADER_BYTES + form.pending.size, form.page_record
         open_groups = [group for group, ratio in enumerate(form.layout.ratios) if computed % ratio]
         return cls(
             computed,
             (
-                *(_page(form, computed, block, group) for block in range(blocks) for group in range(groups)),
+                *(_page(form, record, computed, block, group) for block in range(blocks) for group in range(groups)),
                 *(
                     PlannedSection(slot_name(layer), KV_PART_SLOTS, layer, 0, HEADER_BYTES, window)
                     for layer in range(form.layers)
@@ -115,11 +115,11 @@ class StatePlan:
         return chosen
 
 
-def _page(form: StateFormat, computed: int, block: int, group: int) -> PlannedSection:
+def _page(form: StateFormat, record: int, computed: int, block: int, group: int) -> PlannedSection:
     ratio, size = form.layout.ratios[group], form.layout.block_tokens
     # A block begins on a multiple of the ratio.
     entries = min(size, computed - block * size) // ratio
-    content = HEADER_BYTES + entries * form.page_record
+    content = HEADER_BYTES + entries * record
     return PlannedSection(page_name(block, group), KV_PART_PAGES, block, group, content, content)
 
 

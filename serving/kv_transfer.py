@@ -92,7 +92,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         """See the protocol."""
         state = self._find_alike(request.kv_id, request.fingerprint)
         sections = state.plan.select(request, self._form)
-        packer, offset = ChunkPacker(chunk_bytes_of(request)), request.resume.offset
+        packer = ChunkPacker(chunk_bytes_of(request), sums=request.sums, computed_at=state.computed_at)
+        offset = request.resume.offset
         self.counts.pulls += 1
         self.counts.running += 1
         try:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from deepinfer_jax.cache.snapshot import Snapshot
@@ -27,40 +28,56 @@ class TransferProgress:
     Attributes:
         received: bytes so far.
         begun: when it began, in seconds of the clock.
-        completed_at: when something came that is there only when the state is complete; None before.
-        received_before: bytes that had come by then.
+        computed_at: when the last token was computed, by the same clock; None where the sender has not said so.
+        sender_computed_at: the same by the clock of the sender's host.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, arrived: Callable[[Snapshot], None] = lambda sections: None
+    ) -> None:
+        """``clock``: seconds, steady; ``arrived``: is given sections as they are whole, before the transfer ends."""
+        self._clock, self._arrived = clock, arrived
         self.begun = clock()
         self.received = 0
-        self.completed_at: float | None = None
-        self.received_before = 0
+        self._ended: float | None = None
+        self.computed_at: float | None = None
+        self.sender_computed_at: float | None = None
+        self._arrivals: list[tuple[float, int]] = []
 
-    def add(self, size: int) -> None:
-        """Note that so many bytes came."""
+    def add(self, size: int, sections: Snapshot = MappingProxyType({})) -> None:
+        """Note that so many bytes came, and the sections that are whole with them."""
+        if sections:
+            self._arrived(sections)
         self.received += size
+        self._arrivals.append((self._clock(), size))
 
-    def state_is_complete(self) -> None:
-        """Note that the sender has all of the state, before the bytes that say so are added."""
-        if self.completed_at is None:
-            self.completed_at, self.received_before = self._clock(), self.received
+    def computed(self, ago: float, at: float) -> None:
+        """Note the word that the last token was computed so many seconds ago, by the sender's clock ``at``."""
+        self.sender_computed_at, here = at, self._clock() - ago
+        # Every word is late; the one that is least late counts.
+        self.computed_at = here if self.computed_at is None else min(here, self.computed_at)
 
     def restart(self) -> None:
         """Note that everything comes again, by another transport."""
-        self.received = self.received_before = 0
-        self.completed_at = None
+        self.received, self._arrivals = 0, []
+
+    def end(self) -> None:
+        """Note that the state is here, and checked; the word when it was computed may come later."""
+        self._ended = self._clock()
+
+    def seconds(self) -> tuple[float, float | None]:
+        """Until its end, or now: since it began, and since the last token was computed or it began, what is later.
+
+        The second is None where it is not known.
+        """
+        now = self._clock() if self._ended is None else self._ended
+        return now - self.begun, None if self.computed_at is None else now - max(self.begun, self.computed_at)
 
     @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return self._clock() - self.begun
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Since the state was complete, as far as is known."""
-        return 0.0 if self.completed_at is None else self._clock() - self.completed_at
+    def exposed_bytes(self) -> int:
+        """Those that came later than the last token was computed; 0 where that is not known."""
+        at = self.computed_at
+        return 0 if at is None else sum(size for arrived, size in self._arrivals if arrived > at)
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX = "deepinfer-kv"
 _NAME = re.compile(rf"{_PREFIX}-[0-9]+-[0-9a-f]{{32}}")
 # Linux writes at most 1,024 buffers at a time.
-_BUFFERS_AT_ONCE = 512
+_BUFFERS_AT_ONCE = 1024
 _REMOVAL_SECONDS = 30.0
 
 
@@ -111,16 +111,12 @@ class SharedStorage:
             os.close(self._file)
 
     def _append(self, sections: Mapping[str, bytes]) -> None:
-        offset, places = self._size, {}
-        for name, content in sections.items():
-            places[name] = offset, len(content)
-            offset += len(content)
-        contents = list(sections.values())
-        at = self._size
+        contents, behind = list(sections.values()), self._size
         for begin in range(0, len(contents), _BUFFERS_AT_ONCE):
-            at = _write(self._file, contents[begin : begin + _BUFFERS_AT_ONCE], at)
-        self._places |= places
-        self._size = offset
+            behind = _write(self._file, contents[begin : begin + _BUFFERS_AT_ONCE], behind)
+        for name, content in sections.items():
+            self._places[name] = self._size, len(content)
+            self._size += len(content)
 
 
 def remove_orphans(directory: Path = DIRECTORY) -> int:

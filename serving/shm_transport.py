@@ -7,6 +7,8 @@ import os
 from concurrent.futures import Executor
 from pathlib import Path
 
+import numpy as np
+
 from deepinfer_jax.cache.sections import stated_bytes
 from deepinfer_jax.cache.snapshot import Snapshot
 from serving.grpc_transport import GrpcTransport
@@ -35,6 +37,8 @@ class ShmTransport:
           directory: where files of this host are.
         """
         self._control, self._reader, self._directory = control, reader, directory
+        # Watches of states that are here: the word when they were computed is on its way.
+        self._ending: set[asyncio.Task[None]] = set()
 
     def reaches(self, endpoint: KvEndpoint) -> bool:
         path = path_of(endpoint, self._directory)
@@ -47,20 +51,37 @@ class ShmTransport:
         call = next((other for other in handle.endpoints if self._control.reaches(other)), None)
         if path is None or call is None:
             raise TransportError("KV_EXPIRED", "the state has no file on this host, or no endpoint of its holder")
-        watching = asyncio.create_task(
-            self._control.watch(handle, call, plan, deadline=deadline, progress=TransferProgress())
-        )
+        told = TransferProgress()
+        watching = asyncio.create_task(self._control.watch(handle, call, plan, deadline=deadline, progress=told))
         file = _GrowingFile(path, plan)
         try:
             await self._read(file, watching, progress)
-        finally:
+        except BaseException:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            raise
+        finally:
             file.close()
+        self._let_end(watching, told, progress)
         return file.sections
 
     async def close(self) -> None:
-        """Nothing: the control transport is closed by whoever made it."""
+        """End what is left of watches; the control transport is closed by whoever made it."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def _let_end(self, watching: asyncio.Task[None], told: TransferProgress, progress: TransferProgress) -> None:
+        """Tell a progress when its state was computed, as soon as that is known; nobody waits for it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._ending.discard(task)
+            if not task.cancelled() and task.exception() is None:
+                # The clock is that of this host.
+                progress.computed_at = told.sender_computed_at
+
+        self._ending.add(watching)
+        watching.add_done_callback(ended)
 
     async def _read(self, file: _GrowingFile, watching: asyncio.Task[None], progress: TransferProgress) -> None:
         loop, pause = asyncio.get_running_loop(), _SHORT_PAUSE
@@ -68,9 +89,7 @@ class ShmTransport:
             # Asked before the file is: what is missing then never comes.
             finished = watching.done()
             size = await loop.run_in_executor(self._reader, file.read)
-            if file.rest_has_begun:
-                progress.state_is_complete()
-            progress.add(size)
+            progress.add(size, file.taken)
             if finished and not size and not file.complete:
                 watching.result()
                 raise TransportError("KV_DAMAGED", f"the file of the state ends before {file.due.name}")
@@ -84,12 +103,15 @@ class _GrowingFile:
 
     def __init__(self, path: Path, plan: StatePlan) -> None:
         self._planned, self._place, self._at = plan.sections, 0, 0
+        self._read = 0
         self.sections: dict[str, bytes | memoryview] = {}
+        # Those of the last read.
+        self.taken: dict[str, bytes | memoryview] = {}
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise TransportError("KV_EXPIRED", f"the file of the state cannot be opened: {error.strerror}") from error
-        self._most = plan.most_bytes
+        self._buffer = _large_buffer(plan.most_bytes)
 
     @property
     def complete(self) -> bool:
@@ -99,11 +121,6 @@ class _GrowingFile:
     def due(self) -> PlannedSection:
         """The section that comes next."""
         return self._planned[self._place]
-
-    @property
-    def rest_has_begun(self) -> bool:
-        """Whether something came that is there only when the state is complete."""
-        return self._place > 0 and self._planned[self._place - 1].part != self._planned[0].part
 
     def close(self) -> None:
         os.close(self._file)
@@ -115,20 +132,36 @@ class _GrowingFile:
           TransportError: the file has shrunk, or holds what cannot be there.
         """
         size = os.fstat(self._file).st_size
-        if size < self._at or size > self._most:
+        if size < self._read or size > len(self._buffer):
             found = f"the file of the state has {size} bytes"
-            raise TransportError("KV_DAMAGED" if size else "KV_EXPIRED", f"{found}, {self._at} of which were read")
-        most = max(_READ_BYTES, self.due.most)
-        content = memoryview(os.pread(self._file, min(size - self._at, most), self._at))
-        begin = self._at
-        while not self.complete and content:
-            stated = stated_bytes(content)
-            if stated is not None and not self.due.least <= stated <= self.due.most:
-                raise TransportError("KV_DAMAGED", f"{self.due.name} cannot have {stated} bytes")
-            if stated is None or stated > len(content):
+            raise TransportError("KV_DAMAGED" if size else "KV_EXPIRED", f"{found}, {self._read} of which were read")
+        part = self._buffer[self._read : min(size, self._read + _READ_BYTES)]
+        self._read += os.preadv(self._file, [part], self._read)
+        begin, at, content = self._at, self._at, self._buffer[: self._read]
+        self.taken = {}
+        while self._place < len(self._planned):
+            section = self._planned[self._place]
+            # Whether what is there is that section is for its seal to say.
+            behind = at + (section.most if section.least == section.most else _stated(section, content[at:]))
+            if behind > self._read:
                 break
-            self.sections[self.due.name] = content[:stated]
-            content = content[stated:]
-            self._at += stated
-            self._place += 1
-        return self._at - begin
+            self.taken[section.name] = content[at:behind]
+            at, self._place = behind, self._place + 1
+        self._at = at
+        self.sections |= self.taken
+        return at - begin
+
+
+def _stated(section: PlannedSection, content: memoryview) -> int:
+    """Bytes of a section that content begins with; more than there is where that cannot be said yet."""
+    stated = stated_bytes(content)
+    if stated is None:
+        return section.most
+    if not section.least <= stated <= section.most:
+        raise TransportError("KV_DAMAGED", f"{section.name} cannot have {stated} bytes")
+    return stated
+
+
+def _large_buffer(size: int) -> memoryview:
+    """Memory that is not cleared first, and that is warm where the allocator keeps what was given back."""
+    return memoryview(np.empty(size, np.uint8))

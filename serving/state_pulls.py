@@ -98,25 +98,22 @@ class StatePulls:
 
     async def rest(self, channel: grpc.aio.Channel) -> None:
         """Pull everything but pages."""
-        await self._pull(channel, KvPullRequest(parts=_REST), complete=True)
+        await self._pull(channel, KvPullRequest(parts=_REST))
 
     async def meta(self, channel: grpc.aio.Channel) -> None:
         """Pull ``meta`` alone."""
-        await self._pull(channel, KvPullRequest(parts=[KV_PART_META]), complete=True)
+        await self._pull(channel, KvPullRequest(parts=[KV_PART_META]))
 
     async def pages(self, channel: grpc.aio.Channel, ranges: Iterator[KvRange]) -> None:
         """Pull ranges, which several lanes take from one list."""
         for pages in ranges:
             await self._pull(channel, KvPullRequest(parts=[KV_PART_PAGES], pages=pages))
 
-    async def _pull(self, channel: grpc.aio.Channel, request: KvPullRequest, *, complete: bool = False) -> None:
-        """One pull to its end, over as many streams as it takes.
-
-        ``complete``: what it asks for is there only when the state is complete.
-        """
+    async def _pull(self, channel: grpc.aio.Channel, request: KvPullRequest) -> None:
+        """One pull to its end, over as many streams as it takes."""
         settings = self._settings
         request.kv_id, request.fingerprint = self._handle.kv_id, self._handle.fingerprint
-        request.chunk_bytes = settings.chunk_bytes
+        request.chunk_bytes, request.sums = settings.chunk_bytes, True
         reader = PullReader(self._plan.select(request, self._form), settings.chunk_bytes)
         self._readers.append(reader)
         failures = 0
@@ -125,7 +122,7 @@ class StatePulls:
             if reader.position is not None:
                 request.resume.CopyFrom(reader.position)
             try:
-                await self._stream(channel, request, reader, complete=complete)
+                await self._stream(channel, request, reader)
             except (ChunkError, grpc.RpcError, _StalledError) as error:
                 if isinstance(error, _StalledError) and await self._waits_rightly(channel, reader):
                     continue
@@ -135,19 +132,17 @@ class StatePulls:
                     raise failure from error
                 await asyncio.sleep(settings.first_delay * 2 ** (failures - 1))
 
-    async def _stream(
-        self, channel: grpc.aio.Channel, request: KvPullRequest, reader: PullReader, *, complete: bool
-    ) -> None:
+    async def _stream(self, channel: grpc.aio.Channel, request: KvPullRequest, reader: PullReader) -> None:
         """One stream of a pull, to its end."""
         seconds = self._deadline - asyncio.get_running_loop().time()
         stream = _Stream(channel, request, seconds, self._settings.patience)
         try:
             while (message := await stream.read()) is not None:
-                if complete:
-                    self._progress.state_is_complete()
                 before = reader.received
-                reader.add(message)
-                self._progress.add(reader.received - before)
+                sections = reader.add(message)
+                self._progress.add(reader.received - before, sections)
+                if reader.computed is not None:
+                    self._progress.computed(*reader.computed)
         finally:
             stream.cancel()
         reader.end()

@@ -280,10 +280,21 @@ def unpack_blocks(
     planes = form.empty_blocks(stop - first, fill)
     for block in range(first, stop):
         for group in range(len(form.layout.ratios)):
-            start, entries = _first_entry(block, group, form), _entries(meta.paged, block, group, form)
-            section = _open(snapshot, page_name(block, group), form, form.page_record, start, entries)
-            form.read_page(section.payload, planes, block - first, group)
+            unpack_page(snapshot, meta.paged, block, group, form, planes, block - first)
     return planes
+
+
+def unpack_page(
+    snapshot: Snapshot, paged: int, block: int, group: int, form: StateFormat, planes: BlockPlanes, place: int
+) -> None:
+    """Put a page of a request of ``paged`` tokens into planes, as their block number ``place``.
+
+    Raises:
+      SnapshotError: the section is missing, refused, or not one of this request.
+    """
+    start, entries = _first_entry(block, group, form), _entries(paged, block, group, form)
+    section = _open(snapshot, page_name(block, group), form, form.page_record, start, entries)
+    form.read_page(section.payload, planes, place, group)
 
 
 def unpack_slot(

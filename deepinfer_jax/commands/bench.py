@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
@@ -29,6 +30,8 @@ from deepinfer_jax.commands.settings import outer_environment, process_settings
 from deepinfer_jax.config import PRESETS, ModelConfig
 from deepinfer_jax.model.params import backend_form
 from deepinfer_jax.numerics import NUMERICS_NAMES, Numerics
+
+BENCH_GROUP = "deepinfer_jax.commands.bench"
 
 EPILOG = """
 \b
@@ -81,7 +84,19 @@ def ending_on_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-@click.group(name="bench", epilog=EPILOG)
+class BenchGroup(click.Group):
+    """Its own subcommands, and those that other packages install under :data:`BENCH_GROUP`, imported when used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *(entry.name for entry in entry_points(group=BENCH_GROUP))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        found = [entry for entry in entry_points(group=BENCH_GROUP) if entry.name == cmd_name]
+        return found[0].load() if own is None and found else own
+
+
+@click.group(name="bench", cls=BenchGroup, epilog=EPILOG)
 def command() -> None:
     """Measure speed on this machine, and compare with other engines."""
 

@@ -4,7 +4,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from examples.cluster.processes import Processes, interrupt_on_signals
+from serving.processes import Processes, interrupt_on_signals
 
 CONFIGURATION = Path(__file__).parent / "cluster.toml"
 PLACES = (

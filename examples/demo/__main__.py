@@ -13,9 +13,9 @@ from deepinfer_jax.commands.prompt import Prompt, chat_prompt, text_prompt
 from deepinfer_jax.commands.settings import start_with_settings
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.request import SamplingParams
-from examples.cluster.processes import Processes, interrupt_on_signals
 from serving.client import Client
 from serving.events import Delta, Finished, ServedReceipt, Started
+from serving.processes import Processes, interrupt_on_signals
 
 CONFIGURATION = Path(__file__).parent.parent / "cluster" / "cluster.toml"
 CHAT = Path(__file__).parent.parent / "chat.json"

@@ -3,6 +3,7 @@
 States are of random bits, in the small golden shape: blocks of 8 tokens, groups of ratio 2, 2 and 1.
 """
 
+import time
 import zlib
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from deepinfer_jax.cache.snapshot import ImageSpan, SnapshotMeta, pack
 from serving.errors import InvalidRequestError
 from serving.kv_assembly import PullReader, join
-from serving.kv_chunks import ChunkError, ChunkPacker, chunk_bytes_of, read_chunk
+from serving.kv_chunks import ChunkError, ChunkPacker, chunk_bytes_of, read_chunk, word_sum
 from serving.kv_sections import StatePlan
+from serving.kv_transport import TransferProgress
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import (
     KV_PART_META,
     KV_PART_PAGES,
@@ -32,9 +34,9 @@ SIZES = st.integers(400, 60_000)
 BLOCK_TOKENS = FORM.layout.block_tokens
 
 
-def chunks_of(snapshot, sections, chunk_bytes, resume=None):
+def chunks_of(snapshot, sections, chunk_bytes, resume=None, *, sums=False):
     """The stream of a pull, as a sender writes it."""
-    packer = ChunkPacker(chunk_bytes)
+    packer = ChunkPacker(chunk_bytes, sums=sums)
     for section in sections:
         offset = resume.offset if resume is not None and resume.section == section.name else 0
         yield from packer.add(section.name, snapshot[section.name], offset)
@@ -123,7 +125,7 @@ def test_a_damaged_chunk_is_refused_or_harmless_and_changes_nothing(data, comput
     """Any bit of a message: what is not noticed is no damage. The stream goes on from where it was."""
     state = random_state(computed)
     reader = PullReader(state.plan.select(KvPullRequest(), FORM), chunk_bytes)
-    for message in chunks_of(state.snapshot, state.plan.sections, chunk_bytes):
+    for message in chunks_of(state.snapshot, state.plan.sections, chunk_bytes, sums=data.draw(st.booleans())):
         if data.draw(st.booleans()):
             before = reader.position, reader.received, set(reader.sections)
             place, bit = data.draw(st.integers(0, len(message) - 1)), data.draw(st.integers(0, 7))
@@ -137,9 +139,26 @@ def test_a_damaged_chunk_is_refused_or_harmless_and_changes_nothing(data, comput
     assert join(state.plan, [reader]) == state.snapshot
 
 
-def made(data=b"", pieces=(), *, crc=None, last=False):
+@given(data=st.binary(max_size=40), place=st.integers(0, 8))
+def test_sums_are_those_of_the_protocol(data, place):
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    assert word_sum(data) == sum(words) % (1 << 64)
+    # Wherever it lies in memory.
+    assert word_sum(memoryview(bytes(place) + data)[place:]) == word_sum(data)
+
+
+def test_a_chunk_has_the_checksum_that_was_asked_for():
+    state = random_state(21)
+    for sums in (False, True):
+        for message in chunks_of(state.snapshot, state.plan.sections, 5000, sums=sums):
+            chunk = KvChunk.FromString(message)
+            assert chunk.HasField("sum") == sums
+            assert (chunk.sum, chunk.crc32) == ((word_sum(chunk.data), 0) if sums else (0, zlib.crc32(chunk.data)))
+
+
+def made(data=b"", pieces=(), *, crc=None, last=False, **more):
     """A chunk as protobuf writes it: fields in the order of their numbers."""
-    chunk = KvChunk(data=data, crc32=zlib.crc32(data) if crc is None else crc, last=last)
+    chunk = KvChunk(data=data, crc32=zlib.crc32(data) if crc is None else crc, last=last, **more)
     for section, offset, length, size in pieces:
         chunk.pieces.append(KvPiece(section=section, offset=offset, length=length, section_bytes=size))
     return chunk.SerializeToString()
@@ -167,6 +186,7 @@ SIZE = len(random_state(21).snapshot[NAME])
         (b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", "is no chunk"),
         (b"\x12\x05abc", "is no chunk"),
         (made(b"a" * 10, [(NAME, 0, 10, SIZE)], crc=1), "has not its checksum"),
+        (made(b"a" * 10, [(NAME, 0, 10, SIZE)], sum=0), "has not its checksum"),
         (made(b"a" * 10, [(NAME, 0, 9, SIZE)]), "are not the 10 bytes"),
         (made(b"a" * 5001, [(NAME, 0, 5001, SIZE)]), "asked for were at most 5000"),
         (
@@ -261,5 +281,32 @@ def test_an_empty_pull_is_one_empty_chunk():
     reader = PullReader([], 1 << 20)
     reader.add(ChunkPacker().finish())
     reader.end()
-    assert read_chunk(ChunkPacker().finish()) == ([], b"", True)
+    assert read_chunk(ChunkPacker().finish()) == ([], b"", True, None)
     assert StatePlan.of(FORM, 0, 1).most_bytes > 0
+
+
+def test_chunks_say_when_the_last_token_was_computed():
+    at = time.monotonic() - 5
+    moments = iter([None, at])
+    packer = ChunkPacker(10, computed_at=lambda: next(moments))
+    before, behind = [read_chunk(message).computed for message in packer.add(NAME, bytes(20))]
+    assert (before, behind[1]) == (None, at)
+    assert behind[0] >= 5
+
+
+def test_a_transfer_knows_what_came_behind_the_last_token():
+    now = 10.0
+    progress = TransferProgress(lambda: now)
+    progress.add(100)
+    now = 12.0
+    progress.add(20)
+    assert (progress.seconds(), progress.exposed_bytes) == ((2.0, None), 0)
+    now = 13.0
+    progress.computed(1.5, 99.0)
+    progress.computed(1.0, 99.0)  # The word took longer.
+    progress.add(3)
+    assert (progress.seconds(), progress.exposed_bytes) == ((3.0, 1.5), 23)
+    progress.computed(9.0, 99.0)
+    assert (progress.seconds(), progress.exposed_bytes) == ((3.0, 3.0), 123)
+    progress.restart()
+    assert (progress.received, progress.exposed_bytes) == (0, 0)

@@ -18,11 +18,11 @@ import pytest
 
 from deepinfer_jax.checkpoint.synthetic import synthesize
 from deepinfer_jax.request import SamplingParams
-from examples.cluster.processes import Processes
 from serving.channels import RetryPolicy
 from serving.client import Client
 from serving.errors import UnavailableError
 from serving.events import Delta, Finished, Started
+from serving.processes import Processes
 from tests.engines import ENVIRONMENT, REPOSITORY, tiny_drafting_configuration
 
 PROCESS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}

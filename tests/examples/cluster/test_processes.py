@@ -3,8 +3,8 @@
 import pytest
 
 from examples.cluster.__main__ import CONFIGURATION, PLACES
-from examples.cluster.processes import Process, ProcessError, Processes
 from serving.configuration import load_configuration
+from serving.processes import Process, ProcessError, Processes
 from tests.engines import ENVIRONMENT, REPOSITORY
 
 WORKERS = [address for role, address in PLACES if role != "gateway"]

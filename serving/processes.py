@@ -4,6 +4,8 @@ The first one compiles all steps and leaves them in the compilation cache, where
 find them; so it is waited for before the others are started.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import signal
 import subprocess
@@ -39,11 +41,12 @@ class Process:
 
     role: str
     address: str
-    popen: subprocess.Popen
+    popen: subprocess.Popen[bytes]
     log: Path
 
     @property
     def name(self) -> str:
+        """What people call it."""
         return f"{self.role} {self.address}"
 
     def healthy(self) -> bool:
@@ -97,7 +100,7 @@ class Processes:
         self._environment = None if environment is None else dict(environment)
         self.running: list[Process] = []
 
-    def __enter__(self) -> "Processes":
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -123,10 +126,10 @@ class Processes:
         self.running.append(Process(role, address, popen, log))
         return self.running[-1]
 
-    def start_all(self, places: Sequence[tuple[str, str]], *, seconds: float) -> None:
-        """Start servers by role and address, and wait for them."""
-        for number, (role, address) in enumerate(places):
-            process = self.start(role, address)
+    def start_all(self, places: Sequence[tuple[str, ...]], *, seconds: float) -> None:
+        """Start servers by role, address and perhaps options of their own, and wait for them."""
+        for number, (role, address, *options) in enumerate(places):
+            process = self.start(role, address, *options)
             if number == 0:
                 self._wait(process, seconds)
         for process in self.running[1:]:
