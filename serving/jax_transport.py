@@ -19,7 +19,7 @@ from deepinfer_jax.cache.snapshot import Snapshot
 from serving.grpc_transport import GrpcTransport
 from serving.kv_sections import PlannedSection, StatePlan
 from serving.kv_transport import TransferProgress, TransportError
-from serving.proto.deepinfer.v1.kv_transfer_pb2 import KV_PART_PAGES, KvEndpoint, KvHandle, KvOffered, KvOfferRequest
+from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle, KvOffered, KvOfferRequest
 from serving.status import error_from
 from serving.transfer_engine import SCHEME, TransferEngine, TransferEngineError
 
@@ -71,6 +71,8 @@ class JaxTransport:
         try:
             while len(sections) < len(plan.sections):
                 offered = await asking
+                if offered.HasField("computed_ago"):
+                    progress.computed(offered.computed_ago, offered.computed_at)
                 due = _due(plan.sections[len(sections) :], offered)
                 behind = len(sections) + len(due)
                 if behind < len(plan.sections):
@@ -79,11 +81,11 @@ class JaxTransport:
                     continue
                 content = await self._pull(address, offered)
                 taken.append(offered.number)
-                if due[-1].part != KV_PART_PAGES:
-                    progress.state_is_complete()
-                progress.add(len(content))
-                for planned, size in zip(due, offered.section_bytes, strict=True):
-                    sections[planned.name], content = content[:size], content[size:]
+                arrived, size = dict[str, bytes | memoryview](), len(content)
+                for planned, own in zip(due, offered.section_bytes, strict=True):
+                    arrived[planned.name], content = content[:own], content[own:]
+                progress.add(size, arrived)
+                sections |= arrived
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,9 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             raise bad_field("kv_id", request.kv_id, "a Pull, as no transfer engine runs here", "NOT_SUPPORTED")
         self._offers.taken(request.taken)
         state = self._find_alike(request.kv_id, request.fingerprint)
-        offered = await self._offers.offer(state, request.first)
+        offered, at = await self._offers.offer(state, request.first), state.computed_at()
+        if at is not None:
+            offered.computed_ago, offered.computed_at = time.monotonic() - at, at
         self.counts.sent_bytes += sum(offered.section_bytes)
         return offered
 

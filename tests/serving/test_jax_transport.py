@@ -8,8 +8,8 @@ import pytest
 
 from deepinfer_jax.checkpoint.synthetic import synthesize
 from deepinfer_jax.request import SamplingParams
-from examples.cluster.processes import Processes
 from serving.client import Client
+from serving.processes import Processes
 from serving.transfer_probe import probe
 from tests.engines import ENVIRONMENT, REPOSITORY, tiny_drafting_configuration
 from tests.serving.jax_scenarios import SCENARIOS
@@ -90,6 +90,7 @@ def answers(processes, name, *options):
     return decode, split.finished.receipt
 
 
+@pytest.mark.slow
 def test_a_split_request_gives_the_engines_tokens_by_the_transfer_engine(processes):
     decode, receipt = answers(processes, "d1")
     assert receipt.transport == "jax"
@@ -98,6 +99,7 @@ def test_a_split_request_gives_the_engines_tokens_by_the_transfer_engine(process
     assert "transport jax is available" in [line["message"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_worker_without_the_transfer_engine_takes_the_same_state_by_grpc(processes):
     _, receipt = answers(processes, "d2", "--set", 'kv.transports=["grpc"]')
     assert receipt.transport == "grpc"
