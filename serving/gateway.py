@@ -67,6 +67,7 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
         self._route = Route(workers, settings, self.metrics, self._run_later)
         self.metrics.open.set_function(lambda: self._entrance.requests)
         self.metrics.waiting_tokens.set_function(lambda: self._entrance.prompt_tokens)
+        self.metrics.placed.set_function(lambda: sum(worker.account.open_requests for worker in self._workers))
         for one in ("all", "prefill", "decode"):
             self.metrics.workers.labels(one).set_function(functools.partial(self._count, one))
 

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 from deepinfer_jax.checkpoint.synthetic import synthesize
@@ -126,6 +128,13 @@ class Cluster:
             lines = [line for line in self.log(name) if line.get("request_id") == request_id and "method" in line]
             calls = [(line["method"], line["code"]) for line in lines]
         return calls
+
+    def metrics(self, name):
+        """The samples of a member's page of metrics that have no labels; it is started with ``--metrics``."""
+        port = re.search(r"metrics at port (\d+)", self.running[name].log.read_text(encoding="utf-8"))[1]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            lines = [line.split() for line in page.read().decode().splitlines()]
+        return {line[0]: float(line[1]) for line in lines if len(line) == 2}
 
     def shared_files(self, name):
         """Files of states that a process has made."""
