@@ -16,31 +16,25 @@ import click
 
 from tests.campaigns.cancelling import STAGES, Cancelling, LeakError, Sample
 from tests.serving.bad_network import BadNetwork
-from tests.serving.process_clusters import CONFIGURATION, Member, make_model, running_cluster
+from tests.serving.process_clusters import (
+    TWO_WAYS_CONFIGURATION,
+    TWO_WAYS_CONTEXT,
+    TWO_WAYS_SLOTS,
+    make_model,
+    running_cluster,
+    two_ways,
+)
 
-SLOTS = 8
-WAVES = {"queued": 64, "computing": 16, "transferring": 32, "decoding": SLOTS, "anywhere": 24}
+WAVES = {"queued": 64, "transferring": 32, "decoding": TWO_WAYS_SLOTS, "anywhere": 24}
 # Of all cancels; what is left comes at random.
 SHARE = 0.15
 SAMPLED_EVERY = 250
-# MiB that a process may grow by between the first fifth and the end: allocators do not give everything back.
+# Of the cancels, after which processes are warm.
+WARM = 0.2
+# MiB that a process may grow by from then on: allocators do not give everything back.
 MOST_GROWTH = 32.0
-SETTINGS = CONFIGURATION.replace("slots = 4", f"slots = {SLOTS}").replace(
-    "decode_rows = [4]", f"decode_rows = [{SLOTS}]"
-)
-
-
-def members(network: BadNetwork) -> dict[str, Member]:
-    """The processes of such a cluster."""
-    metrics = ("--metrics=127.0.0.1:0",)
-    bulk = (f"--set=server.advertise={network.address}", "--set=kv.transports=['grpc']")
-    return {
-        "p": Member("prefill", options=(*metrics, *bulk)),
-        "s": Member("prefill", options=metrics),
-        "d": Member("decode", options=metrics),
-        "g": Member("gateway", workers=("p", "d"), options=metrics),
-        "h": Member("gateway", workers=("s", "d"), options=metrics),
-    }
+# Files and threads, which come and go with connections.
+MOST_HANDLES = 8
 
 
 async def cancel(campaign: Cancelling, cancels: int, waves: dict[str, int] = WAVES) -> None:
@@ -51,7 +45,8 @@ async def cancel(campaign: Cancelling, cancels: int, waves: dict[str, int] = WAV
         if campaign.cancelled[stage] >= least:
             stage = "anywhere"
         if stage in ("queued", "computing"):
-            await campaign.queued_and_computing(waves[stage])
+            # Those that are queued wait behind those that are computed.
+            await campaign.queued_and_computing(waves["queued"] if stage == "queued" else 1)
         else:
             await getattr(campaign, stage)(waves[stage])
         due = campaign.total >= told + SAMPLED_EVERY
@@ -72,7 +67,7 @@ def line(sample: Sample, campaign: Cancelling) -> str:
 
 def growth(samples: list[Sample]) -> dict[str, tuple[float, int, int]]:
     """By how much each process grew between the first fifth and the end: MiB, files, threads."""
-    early = next(sample for sample in samples if sample.cancels >= samples[-1].cancels / 5)
+    early = next(sample for sample in samples if sample.cancels >= WARM * samples[-1].cancels)
     last = samples[-1]
     return {
         name: (
@@ -95,17 +90,20 @@ def faults(campaign: Cancelling, cancels: int, statuses: dict[str, int]) -> list
     for name, (size, files, threads) in growth(campaign.samples).items():
         if size > MOST_GROWTH:
             found.append(f"{name} grew by {size:.0f} MiB")
-        if files > 2 or threads > 2:
+        if files > MOST_HANDLES or threads > MOST_HANDLES:
             found.append(f"{name} has {files} files and {threads} threads more")
     return found
 
 
 async def run(directory: Path, cancels: int, seed: int) -> tuple[Cancelling, dict[str, int]]:
     """A whole campaign. Gives it and the statuses with which its processes ended."""
-    model = make_model(directory)
+    model = make_model(directory, TWO_WAYS_CONTEXT)
     place = directory / "c"
     place.mkdir()
-    with BadNetwork(place / "p") as network, running_cluster(place, model, members(network), SETTINGS) as cluster:
+    with (
+        BadNetwork(place / "p") as network,
+        running_cluster(place, model, two_ways(network), TWO_WAYS_CONFIGURATION) as cluster,
+    ):
         await asyncio.to_thread(cluster.ensure)
         async with Cancelling(cluster, network, seed) as campaign:
             await cancel(campaign, cancels)

@@ -57,6 +57,32 @@ class Member:
     options: tuple[str, ...] = ()
 
 
+TWO_WAYS_SLOTS = 6
+TWO_WAYS_CONTEXT = 8192
+TWO_WAYS_CONFIGURATION = (
+    CONFIGURATION.replace("slots = 4", f"slots = {TWO_WAYS_SLOTS}")
+    .replace("decode_rows = [4]", f"decode_rows = [{TWO_WAYS_SLOTS}]")
+    .replace("blocks = 800", "blocks = 2400")
+    .replace("[kv]", "[kv]\npatience_seconds = 1.0\nchunk_bytes = 65536")
+)
+
+
+def two_ways(network):
+    """Members of which a prefill worker's states pass through a network, and another one's lie in files.
+
+    Both hand over to the same decode worker; each has a gateway of its own.
+    """
+    metrics = ("--metrics=127.0.0.1:0",)
+    bulk = (f"--set=server.advertise={network.address}", "--set=kv.transports=['grpc']")
+    return {
+        "p": Member("prefill", options=(*metrics, *bulk)),
+        "s": Member("prefill", options=metrics),
+        "d": Member("decode", options=metrics),
+        "g": Member("gateway", ("p", "d"), metrics),
+        "h": Member("gateway", ("s", "d"), metrics),
+    }
+
+
 class Cluster:
     """Named processes; those that a test has ended are started for the next."""
 

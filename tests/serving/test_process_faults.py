@@ -3,6 +3,8 @@
 What comes out is the right tokens or one error, and everything is given back.
 """
 
+import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -18,39 +20,26 @@ from serving.generate_call import GenerateCall
 from serving.proto.deepinfer.v1.inference_pb2_grpc import InferenceStub
 from serving.request_messages import generate_message
 from serving.status import error_from
+from tests.campaigns.cancelling import STAGES, Cancelling
+from tests.campaigns.cancels import cancel
 from tests.serving.bad_network import BadNetwork, Cuts, Fault, Flips, Stall
 from tests.serving.process_clusters import (
-    CONFIGURATION,
     LONG_PROMPT,
     ONCE,
     PROMPT,
     SECONDS,
     SHORT,
-    Member,
+    TWO_WAYS_CONFIGURATION,
+    TWO_WAYS_CONTEXT,
+    TWO_WAYS_SLOTS,
     make_model,
     running_cluster,
     tokens_of,
+    two_ways,
     until,
 )
 
-# A prefill worker whose states come through the bad network, and one whose states lie in files; the same decode worker.
-SLOTS = 6
-SETTINGS = (
-    CONFIGURATION.replace("[kv]", "[kv]\npatience_seconds = 0.5\nchunk_bytes = 65536")
-    .replace("blocks = 800", "blocks = 2400")
-    .replace("slots = 4", f"slots = {SLOTS}")
-    .replace("decode_rows = [4]", f"decode_rows = [{SLOTS}]")
-)
-
-
-def members(network):
-    return {
-        "p": Member("prefill", options=(f"--set=server.advertise={network.address}", "--set=kv.transports=['grpc']")),
-        "s": Member("prefill"),
-        "d": Member("decode"),
-        "g": Member("gateway", workers=("p", "d")),
-        "h": Member("gateway", workers=("s", "d")),
-    }
+WAVES = {"queued": 30, "transferring": 30, "decoding": TWO_WAYS_SLOTS, "anywhere": 20}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +52,8 @@ def network(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processes(network, tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model"), max_context=8192)
-    with running_cluster(network.directory, model, members(network), SETTINGS) as cluster:
+    model = make_model(tmp_path_factory.mktemp("model"), TWO_WAYS_CONTEXT)
+    with running_cluster(network.directory, model, two_ways(network), TWO_WAYS_CONFIGURATION) as cluster:
         cluster.ensure()
         yield cluster
 
@@ -184,6 +173,7 @@ def test_a_damaged_file_of_a_state_is_no_wrong_answer(cluster, wanted, name):
     assert seen[-1].receipt.transport == transport
 
 
+# Of about a tenth of a kilobyte each.
 UNREAD = SamplingParams(max_tokens=6400, temperature=0.0, ignore_eos=True, logprobs=20)
 OTHERS = LONG_PROMPT[:300]
 CROWD = LONG_PROMPT[:1700]
@@ -192,10 +182,10 @@ CROWD = LONG_PROMPT[:1700]
 class Reader:
     """A call of the gateway whose messages are read only when it is told to."""
 
-    def __init__(self, stub, name, prompt):
+    def __init__(self, stub, name, prompt, seconds):
         self.name = name
-        call = GenerateCall(prompt, UNREAD, request_id=name, salt=name.encode())
-        self.call = stub.Generate(generate_message(call), timeout=SECONDS)
+        call = GenerateCall(prompt, UNREAD, request_id=name, salt=os.urandom(8))
+        self.call = stub.Generate(generate_message(call), timeout=seconds)
         self.tokens = []
 
     def read(self, kind):
@@ -211,23 +201,23 @@ def shard(cluster, name):
     return cluster.client(name).load().shards[0]
 
 
-def stopped_readers(cluster, network, stub):
+def stopped_readers(cluster, network, stub, seconds):
     """Readers that stopped while their requests were answered, handed over, computed and queued."""
-    answered = Reader(stub, "decoding", PROMPT)
+    answered = Reader(stub, f"decoding-{seconds}", PROMPT, seconds)
     answered.read("delta")
     answered.read("delta")
     assert shard(cluster, "d").running_requests == 1
     network.fault = fault = Stall()
-    moved = Reader(stub, "transferring", PROMPT)
+    moved = Reader(stub, f"transferring-{seconds}", PROMPT, seconds)
     moved.read("delta")
     while not shard(cluster, "d").read_backlog_bytes:
         time.sleep(0.01)
     fault.over, network.fault = True, Fault()
-    computed = Reader(stub, "computing", LONG_PROMPT[:800])
+    computed = Reader(stub, f"computing-{seconds}", LONG_PROMPT[:800], seconds)
     computed.read("started")
     assert shard(cluster, "p").prefill_tokens
-    crowd = [Reader(stub, f"crowd-{number}", CROWD[number:]) for number in range(SLOTS)]
-    queued = Reader(stub, "queued", PROMPT)
+    crowd = [Reader(stub, f"crowd-{number}-{seconds}", CROWD[number:], seconds) for number in range(TWO_WAYS_SLOTS)]
+    queued = Reader(stub, f"queued-{seconds}", PROMPT, seconds)
     while not cluster.client("p").load().queued_requests:
         time.sleep(0.01)
     for reader in crowd:
@@ -235,25 +225,51 @@ def stopped_readers(cluster, network, stub):
     return [answered, moved, computed, queued]
 
 
-def test_readers_that_stop_at_any_stage_delay_nobody_and_lose_their_requests(cluster, network):
+def test_cancels_at_every_stage_leave_nothing_behind(cluster, network):
+    """The campaign of cancels, a short one."""
+
+    async def run():
+        async with Cancelling(cluster, network) as campaign:
+            await cancel(campaign, 200, WAVES)
+            await campaign.check()
+            return campaign.cancelled
+
+    cancelled = asyncio.run(run())
+    assert all(cancelled[stage] >= 30 for stage in STAGES)
+
+
+@contextlib.contextmanager
+def others_are_answered(cluster, network, seconds):
+    """Readers that have stopped, and others that get their answers meanwhile."""
     wanted = tokens_of(cluster.client("h").generate(OTHERS, SHORT, salt=b"others"))
     with open_channel(cluster.address("g"), ONCE, None) as channel:
-        readers = stopped_readers(cluster, network, InferenceStub(channel))
+        readers = stopped_readers(cluster, network, InferenceStub(channel), seconds)
         for gateway in "gh":
-            assert tokens_of(cluster.client(gateway).generate(OTHERS, SHORT, salt=gateway.encode())) == wanted
+            answer = cluster.client(gateway).generate(OTHERS, SHORT, salt=os.urandom(8))
+            assert tokens_of(answer) == wanted
         assert not {reader.name for reader in readers} & {line.get("request_id") for line in cluster.log("g")}
-        # All is given back though nobody has read anything.
-        t = time.monotonic()
+        yield readers
+
+
+def test_readers_that_stop_at_any_stage_delay_nobody_until_their_deadlines(cluster, network):
+    with others_are_answered(cluster, network, 20.0) as readers:
+        for reader in readers:
+            assert cluster.calls("g", reader.name) == [("/deepinfer.v1.Inference/Generate", "DEADLINE_EXCEEDED")]
         assert cluster.idle()
-        print("IDLE", time.monotonic() - t)
-        print(
-            [cluster.calls("g", reader.name) for reader in readers],
-            [cluster.calls("d", reader.name) for reader in readers],
-        )
+        for reader in readers:
+            with pytest.raises(grpc.RpcError) as ended:
+                reader.read("finished")
+            assert isinstance(error_from(ended.value), DeadlineError)
+
+
+@pytest.mark.slow
+def test_readers_that_stop_at_any_stage_lose_their_requests(cluster, network):
+    with others_are_answered(cluster, network, SECONDS) as readers:
+        # All is given back though nobody has read anything.
+        assert cluster.idle(SECONDS)
         for reader in readers:
             with pytest.raises(grpc.RpcError) as ended:
                 reader.read("finished")
             error = error_from(ended.value)
-            print(reader.name, len(reader.tokens), error.reason, error)
-            assert isinstance(error, OverloadedError)
-            assert error.reason == "READER_TOO_SLOW"
+            assert (type(error), error.reason) == (OverloadedError, "READER_TOO_SLOW")
+            assert len(reader.tokens) > 256
