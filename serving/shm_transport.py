@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from concurrent.futures import Executor
 from pathlib import Path
@@ -47,16 +48,16 @@ class ShmTransport:
         call = next((other for other in handle.endpoints if self._control.reaches(other)), None)
         if path is None or call is None:
             raise TransportError("KV_EXPIRED", "the state has no file on this host, or no endpoint of its holder")
-        watching = asyncio.create_task(
-            self._control.watch(handle, call, plan, deadline=deadline, progress=TransferProgress())
-        )
-        file = _GrowingFile(path, plan)
-        try:
-            await self._read(file, watching, progress)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            file.close()
+        # The file is closed even where a cancel cuts off the last wait.
+        with contextlib.closing(_GrowingFile(path, plan)) as file:
+            watching = asyncio.create_task(
+                self._control.watch(handle, call, plan, deadline=deadline, progress=TransferProgress())
+            )
+            try:
+                await self._read(file, watching, progress)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
         return file.sections
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ SERVERS = {
     "deepinfer.v1.KvTransfer": ("prefill",),
 }
 CALLS = [(name, server) for name in METHODS for server in SERVERS[name.split("/")[1]]]
-FEW = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=15, suppress_health_check=list(HealthCheck))
 INVALID, OK = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK
 # What messages that are right in themselves may end with: a state that is not there, or of another model.
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
