@@ -401,7 +401,7 @@ def test_calls_of_the_generated_client():
             assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
             error = await refused(changed(kv_id="x"))
             assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
-            error = await refused(changed(fingerprint="x"))
+            error = await refused(changed(fingerprint="1" * 64))
             assert (type(error), error.reason) == (StateError, "KV_LAYOUT_MISMATCH")
             error = await refused(changed(groups=[3]))
             assert (type(error), error.metadata["field"]) == (InvalidRequestError, "groups")
