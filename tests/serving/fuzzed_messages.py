@@ -75,12 +75,7 @@ def _values(field):
 def any_messages(method):
     """Messages with any values in any fields; what is of one alternative keeps one of them."""
     build = request_class(method)
-    return _fields(method.input_type).map(lambda fields: build(**_representable(fields)))
-
-
-def _representable(fields):
-    """Without values that no message holds: Python's classes refuse some floats that the wire has."""
-    return fields
+    return _fields(method.input_type).map(lambda fields: build(**fields))
 
 
 def damaged(content):
@@ -89,10 +84,12 @@ def damaged(content):
     def damage(changes, cut, whole):
         spoiled = bytearray(content)
         for place, value in changes:
-            spoiled[place % max(1, len(spoiled))] = value
+            spoiled[place % len(spoiled)] = value
         end = len(spoiled) if whole else cut % (len(spoiled) + 1)
         return bytes(spoiled[:end])
 
+    if not content:
+        return st.just(content)
     changes = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4)
     return st.builds(damage, changes, st.integers(0, 2**16), st.booleans())
 

@@ -100,6 +100,13 @@ class Servers:
         for worker in (self.prefill, self.decode):
             assert self.on_loop(worker.idle())
 
+    def release(self, kv_id):
+        """Give a state back; an answer that has ended with its prompt has none."""
+        if kv_id:
+            request = prefill_pb2.ReleaseKvRequest(kv_id=kv_id)
+            code, _, _ = self.call("/deepinfer.v1.Prefill/ReleaseKv", "prefill", request.SerializeToString())
+            assert code is OK
+
     def good_answer(self):
         """The tokens of a good request, through the gateway and both workers."""
         code, _, answers = self.call("/deepinfer.v1.Inference/Generate", "gateway", GOOD.SerializeToString())
@@ -212,8 +219,7 @@ def test_values_that_cannot_be_are_refused_and_cost_nothing(servers, method, ser
             assert error.metadata["field"]
     if kv_id:
         assert servers.call(method, server, good.SerializeToString())[0] is OK
-        release = prefill_pb2.ReleaseKvRequest(kv_id=kv_id)
-        assert servers.call("/deepinfer.v1.Prefill/ReleaseKv", "prefill", release.SerializeToString())[0] is OK
+        servers.release(kv_id)
 
 
 @pytest.mark.parametrize(("method", "server"), CALLS)
@@ -240,8 +246,10 @@ def test_any_bytes_are_answered_or_refused(servers, method, server):
 
 def _send(servers, method, server, content):
     before = servers.ledger()
-    code, error, _ = servers.call(method, server, content)
+    code, error, answers = servers.call(method, server, content)
     if code is OK:
+        if method.endswith("/Prefill"):
+            servers.release(prefill_pb2.PrefillEvent.FromString(answers[-1]).done.kv.kv_id)
         servers.rest()
     elif code is INVALID:
         assert CODES[error.reason] is INVALID
