@@ -5,7 +5,7 @@ PYTHON ?=
 ARGUMENTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint mutants campaign aot clean
+.PHONY: help demo test test-all lint mutants campaign cancels aot clean
 
 # Shell functions, run by the recipes with `eval`. They report on standard error and print their result.
 define SETUP
@@ -83,7 +83,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=/path/to/python3 chooses the interpreter; otherwise the newest of $(SUPPORTED) is found."
-	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run, the campaign or the compiles."
+	@echo "  ARGUMENTS=... is passed on to pytest, to the mutation run, the campaigns or the compiles."
 
 demo: ## serve the small trained model by three processes, and stream answers from them over gRPC
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
@@ -114,6 +114,10 @@ mutants: ## break the code on purpose, one place at a time, and see that the tes
 campaign: ## load an engine with random requests for 20 minutes; nothing may grow, leak or compile
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
 	"$$environment/bin/python" -m tests.campaigns.random_load $(ARGUMENTS)
+
+cancels: ## cancel 10,000 requests at a cluster of processes, wherever they are; nothing may leak or grow
+	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
+	"$$environment/bin/python" -m tests.campaigns.cancels $(ARGUMENTS)
 
 aot: ## compile the released size for TPU, GPU and CPU meshes, in an environment of its own (1 GB of compilers)
 	@eval "$$SETUP"; environment=$$(environments first aot) || exit 1; \

@@ -59,9 +59,14 @@ class RetryPolicy:
         return json.dumps({"methodConfig": [method]})
 
 
-def client_options(retries: RetryPolicy) -> Options:
-    """Options of a channel for tokens."""
+def client_options(retries: RetryPolicy, *, bulk: bool = False) -> Options:
+    """Options of a channel for tokens, or for bulk data.
+
+    What a reader leaves unread is kept in small windows of 64 KiB a stream, so that its server notices; the ones that
+    gRPC chooses by itself take megabytes, which bulk data needs.
+    """
     return (
+        ("grpc.http2.bdp_probe", int(bulk)),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -78,7 +83,7 @@ def server_options() -> Options:
     return (
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # Two servers on one port would each get some of the calls, and nobody would notice.
         ("grpc.so_reuseport", 0),

@@ -142,6 +142,8 @@ class KvSection:
         arriving_bytes: of states that a decode worker fetches together.
         lanes: connections from a decode worker to a prefill worker.
         chunk_bytes: of a message, 65,536 to 2,097,152.
+        patience_seconds: without a byte, after which a transfer is taken for broken; not where its sender says that it
+            has no more yet.
         transports: ways to hand state over: grpc; shm between processes of one host, which share memory; jax between
             devices, by JAX's experimental transfer engine, on all workers that have it. jax needs a network where
             nobody is hostile, as anyone who reaches its port can end the process, two processes that can have the
@@ -155,10 +157,12 @@ class KvSection:
     arriving_bytes: int = 4 << 30
     lanes: int = 2
     chunk_bytes: int = 1 << 20
+    patience_seconds: float = 5.0
     transports: tuple[str, ...] = ("shm", "grpc")
 
     def __post_init__(self) -> None:
         _check_positive(self, "lease_seconds", "held_bytes", "held_states", "arriving_bytes", "lanes")
+        _check_positive(self, "patience_seconds")
         if not 1 << 16 <= self.chunk_bytes <= 1 << 21:
             raise ConfigError("chunk_bytes", self.chunk_bytes, "65,536 to 2,097,152")
         for number, transport in enumerate(self.transports):

@@ -174,9 +174,10 @@ def _host(configuration: Configuration) -> str:
 
 def _bulk_uris(configuration: Configuration, address: str) -> list[str]:
     """Where decode workers fetch this worker's states."""
-    if address.startswith(_UNIX):
+    advertised = configuration.server.advertise
+    if address.startswith(_UNIX) and not advertised:
         return [f"grpc+unix://{Path(address.removeprefix(_UNIX)).absolute()}"]
-    return [f"grpc://{configuration.server.advertise or address}"]
+    return [f"grpc://{advertised or address}"]
 
 
 @contextlib.contextmanager

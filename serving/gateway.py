@@ -20,7 +20,7 @@ from serving.events import Event, Finished
 from serving.gateway_metrics import GatewayMetrics
 from serving.generate_call import GenerateCall
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc
-from serving.request_messages import RequestLimits, parse_generate
+from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
 from serving.routed_answer import Envelope, Route, RoutedAnswer
 from serving.served_call import REQUEST_ID, TRACEPARENT, ServedCall
 from serving.server import Service
@@ -67,6 +67,7 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
         self._route = Route(workers, settings, self.metrics, self._run_later)
         self.metrics.open.set_function(lambda: self._entrance.requests)
         self.metrics.waiting_tokens.set_function(lambda: self._entrance.prompt_tokens)
+        self.metrics.placed.set_function(lambda: sum(worker.account.open_requests for worker in self._workers))
         for one in ("all", "prefill", "decode"):
             self.metrics.workers.labels(one).set_function(functools.partial(self._count, one))
 
@@ -84,7 +85,9 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
         with self._counted():
             info = self._info()
             asked = parse_generate(request, RequestLimits(info.vocabulary, info.max_context))
-            _check(asked, info)
+            if asked.kv is not None:
+                raise bad_field("kv", "present", "absent, as a gateway finds state itself", "NOT_SUPPORTED")
+            check_fits(asked, info)
             request_id = asked.request_id or call.request_id
             if request_id in self._running:
                 accepted = "an id that no running request has"
@@ -109,6 +112,7 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: inference_pb2.AbortRequest, call: ServedCall) -> inference_pb2.AbortResponse:
         """See the protocol."""
+        check_id("request_id", request.request_id)
         answer = self._running.get(request.request_id)
         if answer is not None:
             await answer.abort()
@@ -200,22 +204,6 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
             "seconds": transcript.seconds,
         }
         _log.info("answered", extra=fields)
-
-
-def _check(asked: GenerateCall, info: inference_pb2.ModelInfo) -> None:
-    """Refuse what no worker would take, before anything is sent."""
-    if asked.kv is not None:
-        raise bad_field("kv", "present", "absent, as a gateway finds state itself", "NOT_SUPPORTED")
-    total = len(asked.prompt) + asked.params.max_tokens
-    if total > info.max_context:
-        fields = "prompt_token_ids and max_tokens"
-        raise bad_field(fields, total, f"at most {info.max_context} tokens together", "CONTEXT_TOO_LONG")
-    for field, most in (("generated", asked.params.logprobs), ("prompt", asked.params.prompt_logprobs)):
-        if most is not None and most > info.max_logprobs:
-            raise bad_field(f"logprobs.{field}", most, f"0 to {info.max_logprobs}")
-    if asked.params.stop and not info.stop_strings:
-        accepted = "none, as there is no tokenizer here"
-        raise bad_field("stop.strings", f"{len(asked.params.stop)} strings", accepted, "NOT_SUPPORTED")
 
 
 def _seeded(asked: GenerateCall) -> GenerateCall:

@@ -15,6 +15,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.open = self._gauge("open_requests", "Requests that are open")
         self.waiting_tokens = self._gauge("waiting_prompt_tokens", "Prompt tokens that wait for their first token")
+        self.placed = self._gauge("placed_requests", "Parts of them that are on workers")
         self.workers = self._gauge("available_workers", "Workers that requests can go to", ["role"])
         self.finished = self._counter("finished_requests", "Requests that were answered, by why they ended", ["reason"])
         self.failed = self._counter("failed_requests", "Requests that failed or were refused", ["reason"])

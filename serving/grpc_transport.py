@@ -25,7 +25,7 @@ _RELEASE_SECONDS = 5.0
 
 # Without pools of their own the channels would share one connection. Delays between attempts to connect are below
 # those between streams, so that each of these is a new attempt.
-_LANE_OPTIONS = (
+LANE_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -104,7 +104,7 @@ class GrpcTransport:
         target = _target(endpoint)
         assert target is not None
         if target not in self._channels:
-            options = (*client_options(RetryPolicy(attempts=1)), *_LANE_OPTIONS)
+            options = (*client_options(RetryPolicy(attempts=1), bulk=True), *LANE_OPTIONS)
             self._channels[target] = [self._open(target, options) for _ in range(self._settings.lanes)]
         return self._channels[target]
 

@@ -19,7 +19,7 @@ from serving.generate_call import GenerateCall
 from serving.leases import Leases
 from serving.news_box import DEFAULT_UNREAD_TOKENS, NewsBox
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from serving.request_messages import RequestLimits, parse_generate
+from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
 from serving.served_call import ServedCall
 from serving.server import Service
 
@@ -87,6 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request: inference_pb2.AbortRequest, call: ServedCall) -> inference_pb2.AbortResponse:
         """See the protocol."""
+        check_id("request_id", request.request_id)
         running = self._running.get(request.request_id)
         if running is not None:
             running.aborted = True
@@ -134,6 +135,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _check_served(self, asked: GenerateCall) -> None:
         """Refuse what the protocol has and this service has not."""
+        check_fits(asked, self._info)
         if asked.kv is not None and self._arrivals is None:
             raise bad_field("kv", "present", "absent, as this server computes prompts itself", "NOT_SUPPORTED")
         if not asked.write_cache:

@@ -18,6 +18,7 @@ from serving.kv_chunks import ChunkPacker, chunk_bytes_of
 from serving.leases import Leases
 from serving.offers import Offers
 from serving.proto.deepinfer.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from serving.request_messages import check_fingerprint, check_id
 from serving.served_call import ServedCall
 from serving.server import Service
 
@@ -83,6 +84,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             header_bytes=HEADER_BYTES,
         )
         if request.HasField("kv_id"):
+            check_id("kv_id", request.kv_id)
             state = self._find(request.kv_id)
             layout.progress.computed_tokens = state.computed_tokens
             layout.progress.complete_pages = state.complete_pages
@@ -128,6 +130,8 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServicer):
 
     def _find_alike(self, kv_id: str, fingerprint: str) -> HeldState:
         """A state that a caller can read."""
+        check_id("kv_id", kv_id)
+        check_fingerprint("fingerprint", fingerprint)
         if fingerprint != self._fingerprint:
             accepted = f"{self._fingerprint}; weights, configuration, numerics and page size of both ends must agree"
             raise bad_field("fingerprint", fingerprint, accepted, "KV_LAYOUT_MISMATCH")

@@ -23,7 +23,7 @@ from serving.kv_sections import StatePlan
 from serving.leases import Leases
 from serving.proto.deepinfer.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle
-from serving.request_messages import RequestLimits, parse_generate
+from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
 from serving.served_call import ServedCall
 from serving.server import Service
 
@@ -111,6 +111,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def ReleaseKv(self, request: prefill_pb2.ReleaseKvRequest, call: ServedCall) -> prefill_pb2.ReleaseKvResponse:
         """See the protocol."""
+        check_id("kv_id", request.kv_id)
         return prefill_pb2.ReleaseKvResponse(released=self._leases.release(request.kv_id))
 
     def _parse(self, request: prefill_pb2.PrefillRequest) -> tuple[GenerateCall, int]:
@@ -126,6 +127,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if message.HasField(field):
                 raise bad_field(f"request.{field}", "present", "absent, as the prompt is computed here")
         asked = parse_generate(message, self._limits)
+        check_fits(asked, self._info)
         if asked.answer:
             accepted = f"absent or {len(message.prompt_token_ids)}, as all ids are the prompt"
             raise bad_field("request.prompt_len", len(asked.prompt), accepted)
@@ -147,7 +149,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         computing = asyncio.create_task(_last(news))
         try:
             await _first_of(computing, submitted.wait())
-            if not computing.done():
+            # A prompt that caches hold may be done by now.
+            if submitted.is_set():
                 expires = time.time() + call.remaining + self._leases.seconds
                 handle = self._handle(job, job.state.plan.most_bytes, expires)
                 await call.write(prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(kv=handle)))

@@ -14,7 +14,7 @@ from deepinfer_jax.request import MOST_BIASES, MOST_BRANCHES, MOST_STOP_IDS, Sam
 from serving.errors import bad_field
 from serving.generate_call import GenerateCall, Retention
 from serving.proto.deepinfer.v1 import types_pb2
-from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
+from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest, ModelInfo
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvHandle
 from serving.refusals import refusal_of
 
@@ -23,6 +23,10 @@ MOST_SALT_BYTES = 64
 MOST_STOP_STRINGS = 16
 MOST_STOP_BYTES = 1024
 MOST_TRACE_CHARACTERS = 256
+MOST_ENDPOINTS = 16
+MOST_URI_CHARACTERS = 1024
+MOST_OPAQUE_BYTES = 4096
+MOST_NAME_CHARACTERS = 256
 LONGEST_TTL = 315_576_000_000  # seconds, of google.protobuf.Duration
 
 _PRINTABLE = re.compile(r"[!-~]*")
@@ -109,6 +113,45 @@ def parse_generate(message: GenerateRequest, limits: RequestLimits) -> GenerateC
         first_token=_first_token(message, limits),
         traceparent=message.traceparent,
     )
+
+
+def check_fits(call: GenerateCall, info: ModelInfo) -> None:
+    """Refuse what a server that is described so would not take, before anything is done for it.
+
+    Raises:
+      InvalidRequestError: it is too long, or asks for what is not offered.
+    """
+    total = len(call.prompt) + call.params.max_tokens
+    if total > info.max_context:
+        fields = "prompt_token_ids and max_tokens"
+        raise bad_field(fields, total, f"at most {info.max_context} tokens together", "CONTEXT_TOO_LONG")
+    for field, most in (("generated", call.params.logprobs), ("prompt", call.params.prompt_logprobs)):
+        if most is not None and most > info.max_logprobs:
+            raise bad_field(f"logprobs.{field}", most, f"0 to {info.max_logprobs}")
+    if call.params.stop and not info.stop_strings:
+        accepted = "none, as there is no tokenizer here"
+        raise bad_field("stop.strings", f"{len(call.params.stop)} strings", accepted, "NOT_SUPPORTED")
+
+
+def check_id(field: str, text: str) -> None:
+    """Refuse what cannot be the id of anything.
+
+    Raises:
+      InvalidRequestError: it is missing, too long, or not printable.
+    """
+    if not text:
+        raise bad_field(field, "", "an id")
+    _check_text(field, text, MOST_ID_CHARACTERS)
+
+
+def check_fingerprint(field: str, text: str) -> None:
+    """Refuse what cannot be a fingerprint.
+
+    Raises:
+      InvalidRequestError: it is none.
+    """
+    if not _FINGERPRINT.fullmatch(text):
+        raise bad_field(field, text, "64 hexadecimal digits, in lower case")
 
 
 def _sampling_message(call: GenerateCall) -> types_pb2.SamplingParams:
@@ -234,12 +277,19 @@ def _handle(kv: KvHandle) -> KvHandle:
     if not kv.kv_id:
         raise bad_field("kv.kv_id", "", "the id that the prefill worker gave")
     _check_text("kv.kv_id", kv.kv_id, MOST_ID_CHARACTERS)
-    if not _FINGERPRINT.fullmatch(kv.fingerprint):
-        raise bad_field("kv.fingerprint", kv.fingerprint, "64 hexadecimal digits, in lower case")
+    check_fingerprint("kv.fingerprint", kv.fingerprint)
+    if len(kv.endpoints) > MOST_ENDPOINTS:
+        raise bad_field("kv.endpoints", f"{len(kv.endpoints)} endpoints", f"at most {MOST_ENDPOINTS}")
+    for endpoint in kv.endpoints:
+        _check_text("kv.endpoints.uri", endpoint.uri, MOST_URI_CHARACTERS)
+        if len(endpoint.opaque) > MOST_OPAQUE_BYTES:
+            raise bad_field("kv.endpoints.opaque", f"{len(endpoint.opaque)} bytes", f"at most {MOST_OPAQUE_BYTES}")
     if not any(endpoint.uri.startswith(("grpc://", "grpc+unix://")) for endpoint in kv.endpoints):
         raise bad_field("kv.endpoints", [endpoint.uri for endpoint in kv.endpoints], "at least a grpc:// one")
     if kv.mode not in (types_pb2.PREFILL_MODE_FULL, types_pb2.PREFILL_MODE_ENCODER_ONLY):
         raise bad_field("kv.mode", kv.mode, "1 (full), 2 (encoder only)")
+    if len(kv.worker) > MOST_NAME_CHARACTERS:
+        raise bad_field("kv.worker", kv.worker, f"at most {MOST_NAME_CHARACTERS} characters")
     return kv
 
 

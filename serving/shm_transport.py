@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from concurrent.futures import Executor
 from pathlib import Path
@@ -52,16 +53,15 @@ class ShmTransport:
         if path is None or call is None:
             raise TransportError("KV_EXPIRED", "the state has no file on this host, or no endpoint of its holder")
         told = TransferProgress()
-        watching = asyncio.create_task(self._control.watch(handle, call, plan, deadline=deadline, progress=told))
-        file = _GrowingFile(path, plan)
-        try:
-            await self._read(file, watching, progress)
-        except BaseException:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            raise
-        finally:
-            file.close()
+        # The file is closed even where a cancel cuts off the last wait.
+        with contextlib.closing(_GrowingFile(path, plan)) as file:
+            watching = asyncio.create_task(self._control.watch(handle, call, plan, deadline=deadline, progress=told))
+            try:
+                await self._read(file, watching, progress)
+            except BaseException:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+                raise
         self._let_end(watching, told, progress)
         return file.sections
 

@@ -11,7 +11,7 @@ import grpc
 from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.cache.snapshot import Snapshot
 from deepinfer_jax.errors import ConfigError
-from serving.errors import ServingError, refusal
+from serving.errors import ServingError, StateError
 from serving.kv_assembly import PullReader, join
 from serving.kv_chunks import DEFAULT_CHUNK_BYTES, ChunkError
 from serving.kv_sections import StatePlan
@@ -31,18 +31,6 @@ from serving.status import error_from
 
 _PULL = "/deepinfer.v1.KvTransfer/Pull"
 _REST = (KV_PART_SLOTS, KV_PART_PENDING, KV_PART_META)
-
-# Ends of a stream behind which the next one may do better.
-_BROKEN = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +191,8 @@ def _failure(error: Exception) -> ServingError:
         return TransportError("KV_EXPIRED", "the holder of the state sends nothing any more")
     assert isinstance(error, grpc.RpcError)
     served = error_from(error)
-    if served.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return refusal("DEADLINE_PASSED", "the deadline passed before the state was here")
-    if served.code in _BROKEN:
-        return TransportError("KV_EXPIRED", f"the holder of the state cannot be reached: {served.message}")
-    return served
+    if isinstance(served, StateError) and served.reason:
+        return served
+    # Whatever else it says, be it of the request or its time: what was asked may have been damaged on its way. The
+    # deadline itself is kept by who waits for the state.
+    return TransportError("KV_EXPIRED", f"the holder of the state cannot be reached: {served.message}")

@@ -17,6 +17,14 @@ _log = logging.getLogger("serving.workers")
 
 # A worker that comes back is found within this time; gRPC's own default is two minutes.
 _RECONNECT_MS = 1000
+OPTIONS = (
+    *client_options(RetryPolicy(attempts=1)),
+    ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS // 10),
+    ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS // 10),
+    ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
+)
+"""Of channels to workers."""
+
 _UNKNOWN = "not reached yet"
 
 Check = Callable[[ModelInfo], str]
@@ -43,13 +51,7 @@ class Worker:
           check: of what it serves.
         """
         self.address, self._seconds, self._check = address, call_seconds, check
-        options = (
-            *client_options(RetryPolicy(attempts=1)),
-            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS // 10),
-            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS // 10),
-            ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
-        )
-        self._channel = grpc.aio.insecure_channel(address, options)
+        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)

@@ -79,7 +79,7 @@ async def worker_services(
 
             yield WorkerServices(services, registries, worker.advertise, settled)
     elif info.role == "decode":
-        pulls = PullSettings(lanes=section.lanes, chunk_bytes=section.chunk_bytes)
+        pulls = PullSettings(lanes=section.lanes, chunk_bytes=section.chunk_bytes, patience=section.patience_seconds)
         settings = ReceivingSettings(pulls, section.arriving_bytes, shared=_shared(section))
         replay = inner.settings.replay
         async with (

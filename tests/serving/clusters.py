@@ -125,7 +125,7 @@ async def gateway(*addresses, tokenizer=None, **settings):
             serving(service.service(), worker="gate") as (server, address),
             AsyncClient(address, retries=ONCE) as client,
         ):
-            yield Gate(server, service, workers, client)
+            yield Gate(server, service, workers, client, address)
     finally:
         await service.close()
         await workers.close()
@@ -139,6 +139,7 @@ class Gate:
     service: GatewayService
     workers: Workers
     client: AsyncClient
+    address: str
 
 
 class ScriptedWorker(inference_pb2_grpc.InferenceServicer, prefill_pb2_grpc.PrefillServicer):

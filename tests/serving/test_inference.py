@@ -151,7 +151,7 @@ def test_what_is_served_and_how_busy_it_is():
 ENGINE_REFUSALS = [
     ({"prompt": PROMPT, "params": dataclasses.replace(GREEDY, max_tokens=57)}, "CONTEXT_TOO_LONG", "max_tokens"),
     ({"prompt": (10**6,)}, "BAD_TOKEN_ID", "prompt_token_ids"),
-    ({"prompt": PROMPT, "params": dataclasses.replace(GREEDY, stop=("a",))}, "INVALID_FIELD", "stop.strings"),
+    ({"prompt": PROMPT, "params": dataclasses.replace(GREEDY, stop=("a",))}, "NOT_SUPPORTED", "stop.strings"),
     ({"prompt": PROMPT, "params": GREEDY, "write_cache": False}, "NOT_SUPPORTED", "cache.write"),
 ]
 

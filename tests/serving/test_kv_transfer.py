@@ -4,8 +4,11 @@ States are of random bits. Nothing here depends on how long anything takes, but 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import os
+from pathlib import Path
 
 import grpc
 import pytest
@@ -293,6 +296,35 @@ def test_a_deadline_and_a_cancel_end_everything(shared):
     asyncio.run(run())
 
 
+def test_a_cancel_that_comes_with_the_end_of_a_state_leaves_no_file_open(tmp_path):
+    """Gateways end both sides of a request at once."""
+
+    def opened():
+        descriptors = Path("/proc/self/fd").iterdir()
+        return [one for one in descriptors if one.is_symlink() and str(tmp_path) in os.readlink(one)]
+
+    async def run():
+        async with holder(shared=tmp_path) as held:
+            growing = held.hold(40)
+            growing.give(2)
+            fetching = asyncio.create_task(held.fetch(growing))
+            while not held.service.counts.running:
+                await asyncio.sleep(0.001)
+            assert opened()
+            (watching,) = [one for one in asyncio.all_tasks() if one.get_coro().__name__ == "watch"]
+            held.leases.drop(growing.kv_id, "not wanted")
+            while not watching.cancelling() and not watching.done():
+                await asyncio.sleep(0)
+            # The fetch knows of the end, and gives back what it has.
+            fetching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StateError):
+                await fetching
+            await held.settle()
+            assert opened() == []
+
+    asyncio.run(run())
+
+
 def test_a_holder_that_goes_down_is_one_error(shared):
     async def run():
         async with holder(shared=shared) as held:
@@ -371,7 +403,7 @@ def test_calls_of_the_generated_client():
             assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
             error = await refused(changed(kv_id="x"))
             assert (type(error), error.reason) == (StateError, "KV_EXPIRED")
-            error = await refused(changed(fingerprint="x"))
+            error = await refused(changed(fingerprint="1" * 64))
             assert (type(error), error.reason) == (StateError, "KV_LAYOUT_MISMATCH")
             error = await refused(changed(groups=[3]))
             assert (type(error), error.metadata["field"]) == (InvalidRequestError, "groups")

@@ -4,140 +4,52 @@ Workers of a tiny model, deterministic and exact, so that what goes on elsewhere
 """
 
 import concurrent.futures
-import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.checkpoint.synthetic import synthesize
-from deepinfer_jax.request import SamplingParams
-from serving.channels import RetryPolicy
 from serving.client import Client
 from serving.errors import UnavailableError
 from serving.events import Delta, Finished, Started
 from serving.processes import Processes
-from tests.engines import ENVIRONMENT, REPOSITORY, tiny_drafting_configuration
+from tests.serving.process_clusters import (
+    CONFIGURATION,
+    LONG,
+    LONG_PROMPT,
+    PROCESS_ENVIRONMENT,
+    PROMPT,
+    SECONDS,
+    SHORT,
+    Member,
+    make_model,
+    running_cluster,
+    tokens_of,
+    until,
+)
 
-PROCESS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-SECONDS = 300.0
-# Long enough that a signal arrives long before the end.
-LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-PROMPT = tuple(3 + (7 * place) % 90 for place in range(41))
-LONG_PROMPT = tuple(3 + (11 * place + place // 90) % 90 for place in range(3000))
-CONFIGURATION = """
-[engine]
-slots = 4
-blocks = 800
-decode_rows = [4]
-prefill_tiles = [1]
-block_tokens = 16
-deterministic = true
-[engine.replay]
-mode = "exact"
-[kv]
-lease_seconds = 10.0
-[gateway]
-poll_seconds = 0.2
-attempts = 8
-stop_strings = false
-[server]
-drain_seconds = 60.0
-"""
-
-
-# Names of the processes, and what they do.
-ROLES = {"p": "prefill", "d1": "decode", "d2": "decode", "g": "gateway"}
-
-
-class Cluster:
-    """A prefill worker, two decode workers and a gateway; those that a test has ended are started for the next."""
-
-    def __init__(self, directory, processes):
-        self.directory, self.processes = directory, processes
-        self.running = {}
-        self.client = None
-
-    def address(self, name):
-        return f"unix:{self.directory / name}"
-
-    def ensure(self):
-        for name, role in ROLES.items():
-            process = self.running.get(name)
-            if process is None or process.popen.poll() is not None:
-                Path(self.directory, name).unlink(missing_ok=True)
-                workers = [f"--worker={self.address(other)}" for other in ("p", "d1", "d2")] if name == "g" else []
-                self.running[name] = self.processes.start(role, self.address(name), f"--name={name}", *workers)
-                # One after the other: the first one's compiled steps serve the others.
-                self.running[name].wait_healthy(SECONDS)
-        if self.client is not None:
-            self.client.close()
-        self.client = Client(self.address("g"), timeout=SECONDS, retries=RetryPolicy(attempts=1))
-        while len(self.client.load().shards) < 3:
-            time.sleep(0.05)
-
-    def signal(self, name, number):
-        os.kill(self.running[name].popen.pid, number)
-
-    def kill(self, name):
-        self.running[name].popen.kill()
-        self.running[name].popen.wait()
-
-    def log(self, name):
-        lines = self.running[name].log.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
-
-    def calls(self, name, request_id):
-        """Method and status of a request's calls in the log of a process, once there are any."""
-        end, calls = time.monotonic() + 30, []
-        while not calls and time.monotonic() < end:
-            lines = [line for line in self.log(name) if line.get("request_id") == request_id and "method" in line]
-            calls = [(line["method"], line["code"]) for line in lines]
-        return calls
-
-    def idle(self):
-        """Wait until no worker that runs has anything of any request."""
-        end = time.monotonic() + 60
-        while True:
-            loads = []
-            for name in ("p", "d1", "d2"):
-                if self.running[name].popen.poll() is None:
-                    with Client(self.address(name), timeout=20.0) as client:
-                        loads += client.load().shards
-            if not any(load.running_requests or load.used_pages or load.held_requests for load in loads):
-                return True
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.1)
+# A prefill worker, two decode workers and a gateway.
+MEMBERS = {
+    "p": Member("prefill"),
+    "d1": Member("decode"),
+    "d2": Member("decode"),
+    "g": Member("gateway", workers=("p", "d1", "d2")),
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    document = tiny_drafting_configuration()
-    document["text_config"]["max_position_embeddings"] = 4096
-    synthesize(document, directory, quantised=False)
-    return directory
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def processes(model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("c")
-    path = directory / "server.toml"
-    path.write_text(CONFIGURATION, encoding="utf-8")
-    options = ["--config", str(path), "--model", str(model)]
-    with Processes(directory, options, environment=PROCESS_ENVIRONMENT) as processes:
-        yield Cluster(directory, processes)
-    assert all(process.popen.returncode is not None for process in processes.running)
-    pids = {process.popen.pid for process in processes.running}
-    assert [path for path in Path("/dev/shm").glob("deepinfer-kv-*") if int(path.name.split("-")[2]) in pids] == []
+    with running_cluster(tmp_path_factory.mktemp("c"), model, MEMBERS) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -147,22 +59,8 @@ def cluster(processes):
     assert processes.idle()
 
 
-def tokens_of(events):
-    return [token for event in events if isinstance(event, Delta) for token in event.tokens]
-
-
-def until(events, kind):
-    """The events up to the first one of a kind."""
-    seen = []
-    for event in events:
-        seen.append(event)
-        if isinstance(event, kind):
-            return seen
-    raise AssertionError(f"the stream ended without {kind}")
-
-
 def test_a_request_passes_through_all_processes_and_leaves_its_trace(cluster):
-    events = list(cluster.client.generate(PROMPT, SHORT, request_id="traced-1", salt=b"a"))
+    events = list(cluster.client().generate(PROMPT, SHORT, request_id="traced-1", salt=b"a"))
     receipt = events[-1].receipt
     assert (receipt.prefill_worker, receipt.transport, receipt.failovers) == ("p", "shm", 0)
     assert receipt.worker in ("d1", "d2")
@@ -177,8 +75,8 @@ def test_a_request_passes_through_all_processes_and_leaves_its_trace(cluster):
 
 
 def test_a_decode_worker_killed_while_it_answers_is_not_noticed(cluster):
-    wanted = tokens_of(cluster.client.generate(PROMPT, LONG, salt=b"b"))
-    events = cluster.client.generate(PROMPT, LONG, salt=b"c")
+    wanted = tokens_of(cluster.client().generate(PROMPT, LONG, salt=b"b"))
+    events = cluster.client().generate(PROMPT, LONG, salt=b"c")
     seen = until(events, Delta)
     # The first token is the prefill worker's; what follows comes from the one that is killed.
     seen += until(events, Delta)
@@ -191,9 +89,9 @@ def test_a_decode_worker_killed_while_it_answers_is_not_noticed(cluster):
 
 
 def test_a_prefill_worker_killed_while_a_prompt_waits_for_it_is_not_noticed(cluster):
-    wanted = tokens_of(cluster.client.generate(PROMPT, SHORT, salt=b"d"))
+    wanted = tokens_of(cluster.client().generate(PROMPT, SHORT, salt=b"d"))
     cluster.signal("p", signal.SIGSTOP)
-    events = cluster.client.generate(PROMPT, SHORT, salt=b"e")
+    events = cluster.client().generate(PROMPT, SHORT, salt=b"e")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         seen = pool.submit(list, events)
         time.sleep(0.3)
@@ -204,8 +102,8 @@ def test_a_prefill_worker_killed_while_a_prompt_waits_for_it_is_not_noticed(clus
 
 
 def test_a_prefill_worker_killed_while_it_computes_is_not_noticed(cluster):
-    wanted = tokens_of(cluster.client.generate(LONG_PROMPT, SHORT, salt=b"f"))
-    events = cluster.client.generate(LONG_PROMPT, SHORT, salt=b"g")
+    wanted = tokens_of(cluster.client().generate(LONG_PROMPT, SHORT, salt=b"f"))
+    events = cluster.client().generate(LONG_PROMPT, SHORT, salt=b"g")
     seen = until(events, Started)
     cluster.kill("p")
     seen += list(events)
@@ -214,8 +112,8 @@ def test_a_prefill_worker_killed_while_it_computes_is_not_noticed(cluster):
 
 
 def test_a_prefill_worker_killed_while_its_state_is_fetched_is_not_noticed(cluster):
-    wanted = tokens_of(cluster.client.generate(LONG_PROMPT, SHORT, salt=b"h"))
-    events = cluster.client.generate(LONG_PROMPT, SHORT, salt=b"i")
+    wanted = tokens_of(cluster.client().generate(LONG_PROMPT, SHORT, salt=b"h"))
+    events = cluster.client().generate(LONG_PROMPT, SHORT, salt=b"i")
     seen = until(events, Started)
     # It has the handle, and stands still from here on.
     cluster.signal(seen[0].worker, signal.SIGSTOP)
@@ -230,14 +128,14 @@ def test_a_prefill_worker_killed_while_its_state_is_fetched_is_not_noticed(clust
 
 
 def test_a_worker_that_is_told_to_end_finishes_what_it_has(cluster):
-    wanted = tokens_of(cluster.client.generate(PROMPT, LONG, salt=b"j"))
-    events = cluster.client.generate(PROMPT, LONG, salt=b"k")
+    wanted = tokens_of(cluster.client().generate(PROMPT, LONG, salt=b"j"))
+    events = cluster.client().generate(PROMPT, LONG, salt=b"k")
     seen = until(events, Started)
     process = cluster.running[seen[0].worker]
     seen += until(events, Delta)
     process.popen.terminate()
     # New requests go elsewhere meanwhile.
-    other = cluster.client.complete(PROMPT, SHORT, salt=b"l")
+    other = cluster.client().complete(PROMPT, SHORT, salt=b"l")
     seen += list(events)
     assert tokens_of(seen) == wanted
     assert (seen[-1].receipt.worker, seen[-1].receipt.failovers) == (seen[0].worker, 0)
@@ -246,14 +144,14 @@ def test_a_worker_that_is_told_to_end_finishes_what_it_has(cluster):
 
 
 def test_a_gateway_that_is_told_to_end_finishes_what_it_has_and_takes_nothing_new(cluster):
-    events = cluster.client.generate(PROMPT, LONG, salt=b"m")
+    events = cluster.client().generate(PROMPT, LONG, salt=b"m")
     seen = until(events, Delta)
     cluster.running["g"].popen.terminate()
     refused = None
     while refused is None:
         # The signal takes its time.
         try:
-            cluster.client.complete(PROMPT, SHORT, salt=b"n")
+            cluster.client().complete(PROMPT, SHORT, salt=b"n")
         except UnavailableError as error:
             refused = error
     assert refused.reason == "DRAINING"

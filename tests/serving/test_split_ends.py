@@ -5,6 +5,8 @@ Two workers over tiny f32 engines with compact decoder replay. Every test ends b
 
 import asyncio
 import dataclasses
+import threading
+import time
 
 import grpc
 import pytest
@@ -212,6 +214,28 @@ def test_deadlines_reach_both_workers():
             with pytest.raises(DeadlineError):
                 await workers.collect(workers.go_on(CALL, handle, seconds=0.3), CALL)
             await workers.settled()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_done_before_anyone_looks_was_accepted_first():
+    async def run():
+        async with split("f32", "compact") as workers:
+            engine, begun = workers.prefill_engine, threading.Event()
+            holding = asyncio.create_task(engine.call(lambda inner: begun.wait()))
+            prompt = workers.begin(CALL)
+            while not engine._orders:
+                await asyncio.sleep(0.001)
+            begun.set()
+            # The loop of the servers stands still until the engine has nothing more to do.
+            while not engine._engine.metrics.value("prompt_tokens_total") or engine._engine.busy:
+                time.sleep(0.001)
+            await holding
+            events = [(await workers.next(prompt)).WhichOneof("event")]
+            while (event := await workers.next(prompt)) is not None:
+                events.append(event.WhichOneof("event"))
+            assert (events[0], events[-1], events.count("accepted")) == ("accepted", "done", 1)
+            workers.worker.leases.drop_all("not wanted")
 
     asyncio.run(run())
 
