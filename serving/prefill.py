@@ -147,7 +147,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         computing = asyncio.create_task(_last(news))
         try:
             await _first_of(computing, submitted.wait())
-            if not computing.done():
+            if submitted.is_set():
+                # Also where it has ended meanwhile: the handle comes before anything else.
                 expires = time.time() + call.remaining + self._leases.seconds
                 handle = self._handle(job, job.state.plan.most_bytes, expires)
                 await call.write(prefill_pb2.PrefillEvent(accepted=prefill_pb2.PrefillAccepted(kv=handle)))

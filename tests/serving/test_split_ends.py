@@ -5,6 +5,7 @@ Two workers over tiny f32 engines with compact decoder replay. Every test ends b
 
 import asyncio
 import dataclasses
+import time
 
 import grpc
 import pytest
@@ -305,6 +306,30 @@ def test_events_of_a_prompt_say_what_there_is():
             assert list(done.first.token_ids) == again.tokens[:1]
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_is_computed_at_once_is_accepted_first():
+    """An event loop that has much to do learns of a prompt's beginning and of its end at the same time."""
+
+    async def run():
+        async with split() as workers:
+            engine = workers.prefill_engine
+            stream_of = engine.stream
+
+            def late(request, submitted_as, **how):
+                def submitted(number):
+                    submitted_as(number)
+                    while engine._streams:
+                        time.sleep(0.001)
+
+                return stream_of(request, submitted, **how)
+
+            engine.stream = late
+            events = [event async for event in workers.begin(CALL)]
+            assert await workers.release(events[0].accepted.kv.kv_id)
+            return [event.WhichOneof("event") for event in events]
+
+    assert asyncio.run(run()) == ["accepted", "done"]
 
 
 REFUSALS = [
