@@ -24,6 +24,8 @@ def check_bounded(decoder, request, tokens, logprobs, matched, replays):
     ends = params.stop_ids if params.ignore_eos else params.stop_ids | {tiny_model("f32")[0].eos_token_id}
     chosen = (*tokens, *((matched,) if isinstance(matched, int) else ()))
     assert not set(tokens) & ends
+    if not chosen:
+        return 0, False
     keep = None if decoder == "off" or params.prompt_logprobs is not None else KEEP
     scores = raw_scores((*prompt, *chosen), replays, len(prompt), keep)
     wanted, clear = choices(scores, prompt, chosen, params, ends, params.seed)
