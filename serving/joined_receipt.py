@@ -40,17 +40,17 @@ def join_receipts(
     timing = dataclasses.replace(last.timing, queue=queue, prefill=behind, decode=decode, total=total)
     if prefill is None:
         return dataclasses.replace(last, failovers=failovers, timing=timing)
-    first, engine = prefill.engine, last.engine
+    prompt, engine = prefill.engine, last.engine
     return dataclasses.replace(
         last,
         engine=dataclasses.replace(
             engine,
-            hit_tokens=first.hit_tokens,
-            stored_tokens=first.stored_tokens,
-            replays=engine.replays or first.replays,
-            computed_tokens=first.computed_tokens + engine.computed_tokens,
-            replayed_tokens=first.replayed_tokens + engine.replayed_tokens,
-            preemptions=first.preemptions + engine.preemptions,
+            hit_tokens=prompt.hit_tokens,
+            stored_tokens=prompt.stored_tokens,
+            replays=engine.replays or prompt.replays,
+            computed_tokens=prompt.computed_tokens + engine.computed_tokens,
+            replayed_tokens=prompt.replayed_tokens + engine.replayed_tokens,
+            preemptions=prompt.preemptions + engine.preemptions,
         ),
         prefill_worker=prefill.worker,
         failovers=failovers,
