@@ -68,8 +68,9 @@ def test_answers_are_those_of_one_engine(cell, count):
             assert seen[f"answers on d{number}"]
     assert seen["ended by str"]
     assert seen["ended by int"]
-    assert bool(seen["behind replays"]) == (cell.replay == "bounded")
-    if cell.replay == "bounded":
-        assert seen["clear tokens"] > seen["behind replays"]
-    if count == ALL:
-        assert bool(seen["unlike exact"]) == (cell.replay == "bounded")
+    if cell.replay == "exact":
+        assert not seen["behind replays"]
+    elif count == ALL:
+        # Which hits there are depends on which worker has computed what by then.
+        assert seen["clear tokens"] > seen["behind replays"] > 0
+        assert seen["unlike exact"]
