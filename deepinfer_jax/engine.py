@@ -365,10 +365,11 @@ class Engine:
         self.recorder.dispatched(self._steps, assembled.shape, assembled.step, assembled.choices)
         with self._tracer.step(self._steps):
             flight = self._device.dispatch(assembled.shape, assembled.step, assembled.choices)
-        record = StepRecord(self._steps, assembled, flight)
+        record, now = StepRecord(self._steps, assembled, flight), self._clock()
         self._results.prepare(record)
         for entry in assembled.entries:
             sequence = entry.sequence
+            sequence.begun = now if sequence.begun is None else sequence.begun
             sequence.computed, sequence.served = entry.start + entry.count, self._steps
             sequence.on_way, sequence.source = sequence.on_way + (entry.place is not None), entry.source
             self._admissions.passed(sequence)

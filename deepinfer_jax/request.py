@@ -246,6 +246,7 @@ class Output:
         matched: the stop string or token id that ended it.
         error: what went wrong, with reason ``error``.
         receipt: with the first news, of what is known then, and with the last.
+        queue_seconds: from arrival until the first row ran; with the receipt, None where none has run.
     """
 
     request_id: int
@@ -258,6 +259,7 @@ class Output:
     matched: str | int | None = None
     error: str | None = None
     receipt: Receipt | None = None
+    queue_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,6 +174,7 @@ class Results:
                 matched=matched,
                 error=error,
                 receipt=sequence.receipt(self._fingerprint.hex()),
+                queue_seconds=sequence.queue_seconds,
             )
         )
 
@@ -216,6 +217,7 @@ class Results:
                     logprobs,
                     self._prompt_logprobs(sequence),
                     receipt=sequence.receipt(self._fingerprint.hex()) if first else None,
+                    queue_seconds=sequence.queue_seconds if first else None,
                 )
             )
 

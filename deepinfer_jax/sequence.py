@@ -37,6 +37,7 @@ class Sequence:
         preemptions: how often it gave way.
         hit_tokens, stored_tokens, received_tokens, computed_rows, replayed_rows: see :class:`Receipt`.
         finish_reason: why it ended; None while it goes on.
+        begun: when its first row was dispatched.
         last_token: when its last token came.
         suspended: its state while it is off the device: ``Leaving``, a ``Snapshot``, or an ``Arrival``.
         handover: where its state goes; it ends with its first token then, or behind ``cut`` tokens.
@@ -74,6 +75,7 @@ class Sequence:
     computed_rows: int = 0
     replayed_rows: int = 0
     finish_reason: str | None = None
+    begun: float | None = None
     last_token: float | None = None
     suspended: Any = None
     handover: Handover | None = None
@@ -129,6 +131,11 @@ class Sequence:
             mark[first - start : last - start] = True
             embeddings[first - start : last - start] = span.embeddings[first - span.start : last - span.start]
         return mark, embeddings
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From arrival until its first row was dispatched; None before."""
+        return None if self.begun is None else self.begun - self.arrival
 
     def receipt(self, fingerprint: str) -> Receipt:
         """What was done for it so far."""

@@ -65,8 +65,13 @@ class AnswerEvents:
             raise refusal("DEADLINE_PASSED", "the deadline passed")
         if last.finish_reason not in _REASONS:
             raise refusal("ENGINE_FAULT", last.error or f"the engine ended the request: {last.finish_reason}")
-        now = self._clock()
-        timing = Timing(decode=None if self._first is None else now - self._first, total=now - self._arrival)
+        now, queue, first = self._clock(), last.queue_seconds, self._first
+        timing = Timing(
+            queue=queue,
+            prefill=None if queue is None or first is None else max(0.0, first - self._arrival - queue),
+            decode=None if first is None else now - first,
+            total=now - self._arrival,
+        )
         return Finished(
             reason=_REASONS[last.finish_reason],
             completion_tokens=self._count,

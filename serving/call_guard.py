@@ -87,13 +87,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
     def _guarded(self, behaviour: Behaviour, method: str, decode: Callable[[bytes], Any]) -> Any:
         async def guarded(content: bytes, context: Any) -> Any:
-            call = ServedCall.of(context, method, draining=self._draining)
+            message = _decoded(decode, content)
+            call = ServedCall.of(context, method, message, draining=self._draining)
             context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
             begin, error = time.monotonic(), None
             with self._counted():
                 try:
                     self._admit(call)
-                    return await behaviour(_decoded(decode, content), call)
+                    if message is None:
+                        accepted = "a message of the protocol"
+                        raise bad_field("request", f"{len(content)} bytes that cannot be decoded", accepted)
+                    return await behaviour(message, call)
                 except asyncio.CancelledError:
                     error = refusal("CALL_CANCELLED", "the call was cancelled")
                     raise
@@ -131,16 +135,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
 
 def _decoded(decode: Callable[[bytes], Any], content: bytes) -> Any:
+    """The request; None where it is none."""
     try:
         return decode(content)
-    except DecodeError as error:
-        accepted = "a message of the protocol"
-        raise bad_field("request", f"{len(content)} bytes that cannot be decoded", accepted) from error
+    except DecodeError:
+        return None
 
 
 def _report(call: ServedCall, error: ServingError | None, seconds: float) -> None:
     code = "OK" if error is None else error.code.name
     fields = {"method": call.method, "request_id": call.request_id, "code": code, "seconds": seconds}
+    if call.traceparent:
+        fields["traceparent"] = call.traceparent
     # Gateways ask for these all the time.
     level = logging.DEBUG if error is None and call.method.rpartition("/")[2] in _QUESTIONS else logging.INFO
     _log.log(level, "call", extra=fields | {"reason": "" if error is None else error.reason})

@@ -17,8 +17,9 @@ from serving.errors import ServingError, bad_field, refusal
 from serving.events import Event, Finished
 from serving.generate_call import GenerateCall
 from serving.leases import Leases
+from serving.model_info import check_served
 from serving.news_box import DEFAULT_UNREAD_TOKENS, NewsBox
-from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc
 from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
 from serving.served_call import ServedCall
 from serving.server import Service
@@ -138,10 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_fits(asked, self._info)
         if asked.kv is not None and self._arrivals is None:
             raise bad_field("kv", "present", "absent, as this server computes prompts itself", "NOT_SUPPORTED")
-        if not asked.write_cache:
-            raise bad_field("cache.write", False, "true, as this server keeps all blocks", "NOT_SUPPORTED")
-        if asked.replay == "exact" and self._info.replay_mode == types_pb2.REPLAY_MODE_BOUNDED:
-            raise bad_field("cache.replay_mode", "exact", "bounded, this server's mode", "NOT_SUPPORTED")
+        check_served(asked, self._info)
 
     async def _answer(self, asked: GenerateCall, request_id: str, running: _Running, call: ServedCall) -> None:
         writer = AnswerWriter()

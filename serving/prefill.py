@@ -21,6 +21,7 @@ from serving.generate_call import GenerateCall
 from serving.held_state import HeldState, SectionStorage
 from serving.kv_sections import StatePlan
 from serving.leases import Leases
+from serving.model_info import check_served
 from serving.proto.deepinfer.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle
 from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
@@ -131,10 +132,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if asked.answer:
             accepted = f"absent or {len(message.prompt_token_ids)}, as all ids are the prompt"
             raise bad_field("request.prompt_len", len(asked.prompt), accepted)
-        if not asked.write_cache:
-            raise bad_field("request.cache.write", False, "true, as this server keeps all blocks", "NOT_SUPPORTED")
-        if asked.replay == "exact" and self._info.replay_mode == types_pb2.REPLAY_MODE_BOUNDED:
-            raise bad_field("request.cache.replay_mode", "exact", "bounded, this server's mode", "NOT_SUPPORTED")
+        check_served(asked, self._info, "request.")
         return asked, request.mode
 
     async def _run(self, job: _Job, call: ServedCall) -> bool:
@@ -221,7 +219,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def _receipt(self, last: Output, job: _Job) -> ServedReceipt:
         assert last.receipt is not None
-        timing = Timing(total=time.monotonic() - job.arrival)
+        total, queue = time.monotonic() - job.arrival, last.queue_seconds
+        timing = Timing(queue=queue, prefill=None if queue is None else max(0.0, total - queue), total=total)
         worker = self._info.worker
         return ServedReceipt(last.receipt, worker=worker, prefill_worker=worker, timing=timing)
 

@@ -15,6 +15,7 @@ TRACEPARENT = "traceparent"
 
 # What other systems put there may be anything; it goes into logs and trailers.
 _FIT_ID = re.compile(r"[!-~]{1,128}")
+_FIT_TRACE = re.compile(r"[!-~]{1,256}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,8 @@ class ServedCall:
     Attributes:
         context: gRPC's own, which is no ``grpc.aio.ServicerContext`` but has its methods.
         method: full name, ``/deepinfer.v1.Inference/Generate``.
-        request_id: the caller's, or one that was drawn here.
-        traceparent: W3C trace context; empty where none came.
+        request_id: the caller's, from the metadata or else the request; or one that was drawn here.
+        traceparent: W3C trace context, likewise; empty where none came.
         draining: whether the server takes no new work.
     """
 
@@ -36,12 +37,13 @@ class ServedCall:
     draining: bool = False
 
     @classmethod
-    def of(cls, context: Any, method: str, *, draining: bool = False) -> ServedCall:
-        """The call of a context."""
+    def of(cls, context: Any, method: str, message: Any = None, *, draining: bool = False) -> ServedCall:
+        """The call of a context; ``message``: the request, None where it cannot be decoded."""
         metadata: Mapping[str, Any] = dict(context.invocation_metadata() or ())
-        request_id, traceparent = metadata.get(REQUEST_ID, ""), metadata.get(TRACEPARENT, "")
-        if not _FIT_ID.fullmatch(request_id):
-            request_id = secrets.token_hex(16)
+        inner = getattr(message, "request", message)
+        ids = (metadata.get(REQUEST_ID, ""), getattr(inner, "request_id", ""), secrets.token_hex(16))
+        traces = (metadata.get(TRACEPARENT, ""), getattr(inner, "traceparent", ""))
+        request_id, traceparent = next(filter(_FIT_ID.fullmatch, ids)), next(filter(_FIT_TRACE.fullmatch, traces), "")
         return cls(context, method, request_id, traceparent, draining)
 
     @property

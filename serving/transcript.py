@@ -120,7 +120,8 @@ class Transcript:
         # One that ends before it is under way has a beginning all the same.
         await self.start(0, last.worker, fingerprint)
         decode = self._last - self._first if self.fresh else None
-        receipt = join_receipts(last, prefill, failovers=failovers, decode=decode, total=self.seconds)
+        first, total = self.seconds_to_first_token, self.seconds
+        receipt = join_receipts(last, prefill, failovers=failovers, first=first, decode=decode, total=total)
         finished = dataclasses.replace(end, completion_tokens=len(self.tokens), receipt=receipt)
         await self._write(finished)
         return finished

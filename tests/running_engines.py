@@ -1,5 +1,6 @@
-"""Engines over tiny models for tests: one device per kind, whose compiled steps all tests of a process share."""
+"""Engines over tiny models for tests: one of each kind is built, whose compiled steps all tests of a process share."""
 
+import copy
 import dataclasses
 import functools
 
@@ -81,21 +82,26 @@ def state_format(numerics: str, fingerprint: bytes = bytes(32)) -> StateFormat:
     return dataclasses.replace(form, fingerprint=fingerprint)
 
 
-def fresh_engine(numerics: str, decoder: str = "off", clock=None, store=None, build=built, **changes) -> Engine:
-    """A new engine over an empty, NaN-filled state. Settings that change no shape may be changed."""
+def fresh_engine(
+    numerics: str, decoder: str = "off", clock=None, store=None, build=built, tokenizer=None, **changes
+) -> Engine:
+    """A new engine over a NaN-filled state of its own. Settings that change no shape may be changed."""
     first = build(numerics, decoder)
-    first._device.reset()
+    # What is compiled and the parameters are shared; the state is replaced before anything runs.
+    device = copy.copy(first._device)
+    device.reset()
     mode = changes.pop("mode", "exact")
     settings = dataclasses.replace(first.settings, replay=Replay(mode, decoder, KEEP), **changes)
     more = {} if clock is None else {"clock": clock}
     return Engine(
-        first._device,
+        device,
         first.config,
         settings,
         blocks=first.books.pool.blocks,
         form=state_format(numerics),
         costs=first._costs,
         store=store,
+        tokenizer=tokenizer,
         **more,
     )
 

@@ -47,6 +47,9 @@ class Exchange(Protocol):
     ) -> Shaped[Array, "*rows width"] | PackedWeight:
         """Table rows by number, over the rows of all devices; a packed table gives packed rows."""
 
+    def largest(self, number: Int[Array, ""]) -> Int[Array, ""]:
+        """The largest of the devices' numbers. Devices must agree on how often they come to an exchange."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalExchange:
@@ -74,6 +77,9 @@ class LocalExchange:
         self, table: Shaped[Array, "entries width"] | PackedWeight, indices: Int[Array, "*rows"]
     ) -> Shaped[Array, "*rows width"] | PackedWeight:
         return jax.tree.map(lambda part: jnp.take(part, indices, axis=0, mode="clip"), table)
+
+    def largest(self, number: Int[Array, ""]) -> Int[Array, ""]:
+        return number
 
 
 LOCAL = LocalExchange()

@@ -63,3 +63,7 @@ class GatherExchange:
             return lax.psum_scatter(found, self.axis, scatter_dimension=0, tiled=True)
 
         return jax.tree.map(one, table)
+
+    def largest(self, number: Int[Array, ""]) -> Int[Array, ""]:
+        """See :class:`deepinfer_jax.model.exchange.Exchange`."""
+        return lax.pmax(number, self.axis)

@@ -108,13 +108,16 @@ def _advance_in_tiles(
     numerics: Numerics,
     exchange: Exchange,
 ) -> Advanced:
-    """A tile without kept rows ends before the decoder layers; in any other all rows go on, as the loop body is one."""
+    """A tile without kept rows ends before the decoder layers; in any other all rows go on, as the loop body is one.
+
+    All devices run as many tiles, and as far, as the one that needs most: they meet in every layer.
+    """
     count = rows.tokens.shape[0]
     # With a single tile the compiler would drop the cuts around the loop's body, and round otherwise inside it.
     tiles = max(2, -(-count // DETERMINISTIC_ROWS))
     keeping = _Keeping.of(rows, kept, tiles * DETERMINISTIC_ROWS)
     padded = _padded(rows, tiles * DETERMINISTIC_ROWS)
-    used = jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0))
+    used = exchange.largest(jnp.max(jnp.where(rows.valid, jnp.arange(count) + 1, 0)))
     targets = len(config.draft.target_layer_ids) if config.draft else 0
 
     def one_tile(tile: Array, carry: Advanced) -> Advanced:
@@ -135,7 +138,8 @@ def _advance_in_tiles(
         if keeping is None:
             state, hidden, draft_taps = through(carry.state)
         else:
-            state, hidden, draft_taps = jax.lax.cond(keeping.any(start), through, encoder_only, carry.state)
+            further = exchange.largest(keeping.any(start).astype(jnp.int32)) > 0
+            state, hidden, draft_taps = jax.lax.cond(further, through, encoder_only, carry.state)
         return Advanced(
             state=state,
             hidden=jax.lax.dynamic_update_slice_in_dim(carry.hidden, hidden, start, 0),

@@ -114,8 +114,8 @@ def whole_model() -> Model:
 
 
 @functools.cache
-def oracle(tokens: tuple[int, ...], replays: tuple[int, ...], prompt: int, keep: int | None) -> np.ndarray:
-    """Log-probabilities ``[generated vocabulary]`` behind a prompt, of which ``tokens`` generated the rest.
+def raw_scores(tokens: tuple[int, ...], replays: tuple[int, ...], prompt: int, keep: int | None) -> np.ndarray:
+    """Scores ``[generated vocabulary]`` behind a prompt, of which ``tokens`` generated the rest.
 
     Entries of tokens from one hit of the list on, up to the next, are those of a pass that held the entries before and
     saw one window of them again; those below the first hit are exact. No entry depends on where a prompt ended, nor on
@@ -128,7 +128,12 @@ def oracle(tokens: tuple[int, ...], replays: tuple[int, ...], prompt: int, keep:
         _, held = passed(whole_model(), padded, held, Cut(hit).cuts(prompt, config.sliding_window), config)
     cuts = Cut(replays[-1] if replays else 0, keep).cuts(prompt, config.sliding_window)
     hidden, _ = passed(whole_model(), padded, held, cuts, config)
-    return log_softmax(np.asarray(logits(whole_model(), hidden[0, prompt - 1 : len(tokens) - 1])))
+    return np.asarray(logits(whole_model(), hidden[0, prompt - 1 : len(tokens) - 1]))
+
+
+def oracle(tokens: tuple[int, ...], replays: tuple[int, ...], prompt: int, keep: int | None) -> np.ndarray:
+    """Log-probabilities ``[generated vocabulary]``, see :func:`raw_scores`."""
+    return log_softmax(raw_scores(tokens, replays, prompt, keep))
 
 
 def check(request: Request, answer: Answer, decoder: str) -> None:

@@ -6,6 +6,7 @@ bit for bit. The state starts as NaN, and freed slots and blocks are filled with
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from deepinfer_jax.cache.store import MemoryStore
+from deepinfer_jax.engine import Engine
 from deepinfer_jax.recorder import DISPATCH, READ
 from deepinfer_jax.request import Request, SamplingParams
-from tests.running_engines import Answer, fresh_engine, gather, run
+from deepinfer_jax.text.tokenizer import Tokenizer
+from tests.running_engines import Answer, built, fresh_engine, gather, run
 
 VOCABULARY = 96
 STORE_BYTES = 1 << 16
@@ -34,13 +37,16 @@ def store_of(numerics: str, decoder: str) -> MemoryStore:
 
 
 ALONE: dict[str, list[Answer]] = {}
+Build = Callable[[str, str], Engine]
 
 
-def alone(numerics: str, decoder: str, request: Request) -> list[Answer]:
+def alone(
+    numerics: str, decoder: str, request: Request, tokenizer: Tokenizer | None = None, build: Build = built
+) -> list[Answer]:
     """The branches of a request that has the engine to itself; nothing is cached."""
-    key = f"{numerics} {decoder} {request}"
+    key = f"{numerics} {decoder} {build} {request}"
     if key not in ALONE:
-        ALONE[key] = run(fresh_engine(numerics, decoder), [request])
+        ALONE[key] = run(fresh_engine(numerics, decoder, build=build, tokenizer=tokenizer), [request])
     return ALONE[key]
 
 

@@ -9,7 +9,8 @@ import threading
 from deepinfer_jax.async_engine import AsyncEngine
 from serving.async_client import AsyncClient
 from serving.channels import RetryPolicy
-from serving.configuration import GatewaySection, KvSection
+from serving.configuration import Configuration, GatewaySection, KvSection, ServerSection
+from serving.deployment import deploy
 from serving.gateway import GatewayService
 from serving.model_info import model_info
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -85,11 +86,9 @@ class EngineWorker:
         return False
 
 
-@contextlib.asynccontextmanager
-async def engine_worker(name, *, role="all", decoder="off", build=built, **changes):
-    """A worker over a tiny engine of its own; engines of one ``build`` share a device, so there is one at a time."""
-    inner = fresh_engine("f32", decoder, build=build, **changes)
-    info = model_info(
+def described(inner, name, role):
+    """What a worker over a tiny engine serves."""
+    return model_info(
         inner,
         model="tiny",
         weights_id="",
@@ -100,6 +99,13 @@ async def engine_worker(name, *, role="all", decoder="off", build=built, **chang
         role=role,
         kv_handles=role == "decode",
     )
+
+
+@contextlib.asynccontextmanager
+async def engine_worker(name, *, role="all", decoder="off", build=built, **changes):
+    """A worker over a tiny engine of its own; ``changes``: of its settings."""
+    inner = fresh_engine("f32", decoder, build=build, **changes)
+    info = described(inner, name, role)
     throttle, engine = Throttle(inner), AsyncEngine(inner)
     try:
         async with (
@@ -114,6 +120,30 @@ async def engine_worker(name, *, role="all", decoder="off", build=built, **chang
 
 
 @contextlib.asynccontextmanager
+async def deployed(decoder="off", build=built, **changes):
+    """A process of role all over a tiny engine: a client, and whether nothing of any request is left."""
+    inner = fresh_engine("f32", decoder, build=build, **changes)
+    info = described(inner, "all", "all")
+    # However slow the machine is: that is not what is tested here.
+    settings = GatewaySection(poll_seconds=POLL, call_seconds=60.0)
+    configuration = Configuration(server=ServerSection(listen="127.0.0.1:0"), gateway=settings)
+    stopping, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+    process = asyncio.create_task(deploy(configuration, "all", (inner, info), stopping, address.set_result))
+
+    async def idle():
+        await eventually(lambda: not inner.busy)
+        return (inner.books.used_blocks, inner.books.used_slots) == (0, 0)
+
+    try:
+        await asyncio.wait((process, address), return_when=asyncio.FIRST_COMPLETED)
+        async with AsyncClient(address.result(), retries=ONCE) as client:
+            yield client, idle
+    finally:
+        stopping.set()
+        await process
+
+
+@contextlib.asynccontextmanager
 async def gateway(*addresses, tokenizer=None, **settings):
     """A gateway over workers, and a client of it."""
     section = GatewaySection(workers=addresses, **{"poll_seconds": POLL, "call_seconds": 2.0} | settings)
@@ -125,7 +155,7 @@ async def gateway(*addresses, tokenizer=None, **settings):
             serving(service.service(), worker="gate") as (server, address),
             AsyncClient(address, retries=ONCE) as client,
         ):
-            yield Gate(server, service, workers, client, address)
+            yield Gate(server, address, service, workers, client)
     finally:
         await service.close()
         await workers.close()
@@ -136,10 +166,10 @@ class Gate:
     """A gateway with a client of it."""
 
     server: Server
+    address: str
     service: GatewayService
     workers: Workers
     client: AsyncClient
-    address: str
 
 
 class ScriptedWorker(inference_pb2_grpc.InferenceServicer, prefill_pb2_grpc.PrefillServicer):

@@ -32,10 +32,10 @@ def test_news_that_come_together_are_one_event():
     assert list(made.events([news(5, first=True), news(6), news(7)])) == [STARTED, Delta((5, 6, 7))]
     assert list(made.events([news(8)])) == [Delta((8,))]
     assert not made.ended
-    events = list(made.events([news(9, finish_reason="length")]))
+    events = list(made.events([news(9, finish_reason="length", queue_seconds=0.25)]))
     assert made.ended
     # From 1 s at its arrival and 2 s at its first token to 3 s at its end.
-    served = ServedReceipt(RECEIPT, "w", timing=Timing(decode=1.0, total=2.0))
+    served = ServedReceipt(RECEIPT, "w", timing=Timing(queue=0.25, prefill=0.75, decode=1.0, total=2.0))
     assert events == [Delta((9,)), Finished("length", 5, served)]
 
 

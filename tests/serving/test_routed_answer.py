@@ -40,7 +40,7 @@ def ended(worker, **receipt):
 
 
 def first(token, **more):
-    receipt = types_pb2.Receipt(worker="p", hit_tokens=16, computed_tokens=14, timing=types_pb2.Timing(prefill=0.25))
+    receipt = types_pb2.Receipt(worker="p", hit_tokens=16, computed_tokens=14, timing=types_pb2.Timing(queue=1e-9))
     done = prefill_pb2.PrefillDone(kv=KV, first=inference_pb2.TokenDelta(token_ids=[token]), receipt=receipt, **more)
     return prefill_pb2.PrefillEvent(done=done)
 
@@ -95,7 +95,9 @@ def test_state_is_fetched_while_the_prompt_is_computed_and_receipts_are_joined()
     receipt = answer.finished.receipt
     assert (receipt.worker, receipt.prefill_worker, receipt.handed_over_bytes) == ("d", "p", 99)
     assert (receipt.engine.hit_tokens, receipt.engine.computed_tokens, receipt.failovers) == (16, 17, 0)
-    assert receipt.timing.prefill == 0.25
+    timing = receipt.timing
+    assert timing.queue == 1e-9
+    assert timing.queue < timing.prefill < timing.prefill + timing.decode <= timing.total
     assert answer.finished.completion_tokens == 4
 
     (asked,), (begun,) = decode.generated, [request.request for request in prefill.prefilled]

@@ -5,7 +5,6 @@ Two workers over tiny f32 engines with compact decoder replay. Every test ends b
 
 import asyncio
 import dataclasses
-import threading
 import time
 
 import grpc
@@ -218,28 +217,6 @@ def test_deadlines_reach_both_workers():
     asyncio.run(run())
 
 
-def test_a_prompt_that_is_done_before_anyone_looks_was_accepted_first():
-    async def run():
-        async with split("f32", "compact") as workers:
-            engine, begun = workers.prefill_engine, threading.Event()
-            holding = asyncio.create_task(engine.call(lambda inner: begun.wait()))
-            prompt = workers.begin(CALL)
-            while not engine._orders:
-                await asyncio.sleep(0.001)
-            begun.set()
-            # The loop of the servers stands still until the engine has nothing more to do.
-            while not engine._engine.metrics.value("prompt_tokens_total") or engine._engine.busy:
-                time.sleep(0.001)
-            await holding
-            events = [(await workers.next(prompt)).WhichOneof("event")]
-            while (event := await workers.next(prompt)) is not None:
-                events.append(event.WhichOneof("event"))
-            assert (events[0], events[-1], events.count("accepted")) == ("accepted", "done", 1)
-            workers.worker.leases.drop_all("not wanted")
-
-    asyncio.run(run())
-
-
 def test_releasing_ends_a_computation_and_a_state():
     async def run():
         async with split("f32", "compact") as workers:
@@ -329,6 +306,30 @@ def test_events_of_a_prompt_say_what_there_is():
             assert list(done.first.token_ids) == again.tokens[:1]
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_is_computed_at_once_is_accepted_first():
+    """An event loop that has much to do learns of a prompt's beginning and of its end at the same time."""
+
+    async def run():
+        async with split() as workers:
+            engine = workers.prefill_engine
+            stream_of = engine.stream
+
+            def late(request, submitted_as, **how):
+                def submitted(number):
+                    submitted_as(number)
+                    while engine._streams:
+                        time.sleep(0.001)
+
+                return stream_of(request, submitted, **how)
+
+            engine.stream = late
+            events = [event async for event in workers.begin(CALL)]
+            assert await workers.release(events[0].accepted.kv.kv_id)
+            return [event.WhichOneof("event") for event in events]
+
+    assert asyncio.run(run()) == ["accepted", "done"]
 
 
 REFUSALS = [
