@@ -221,8 +221,10 @@ def test_deadlines_reach_both_workers():
 def test_a_prompt_that_is_done_before_anyone_looks_was_accepted_first():
     async def run():
         async with split("f32", "compact") as workers:
-            engine, begun = workers.prefill_engine, threading.Event()
-            holding = asyncio.create_task(engine.call(lambda inner: begun.wait()))
+            engine, held, begun = workers.prefill_engine, threading.Event(), threading.Event()
+            holding = asyncio.create_task(engine.call(lambda inner: (held.set(), begun.wait())))
+            while not held.is_set():
+                await asyncio.sleep(0.001)
             prompt = workers.begin(CALL)
             while not engine._orders:
                 await asyncio.sleep(0.001)
