@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
+
 from serving.errors import refusal
 
 REQUEST_ID = "x-request-id"
@@ -62,5 +64,13 @@ class ServedCall:
         return seconds
 
     async def write(self, message: Any) -> None:
-        """Send the next message of a stream; waits while the caller does not read."""
-        await self.context.write(message)
+        """Send the next message of a stream; waits while the caller does not read.
+
+        Raises:
+          DeadlineError, CallCancelledError: the call ended while the message waited.
+        """
+        try:
+            await self.context.write(message)
+        except grpc.aio.InternalError as error:
+            reason = "CALL_CANCELLED" if (self.context.time_remaining() or 0) > 0 else "DEADLINE_PASSED"
+            raise refusal(reason, "the call ended while a message waited for its reader") from error

@@ -253,6 +253,7 @@ def others_are_answered(cluster, network, seconds):
 
 def test_readers_that_stop_at_any_stage_delay_nobody_until_their_deadlines(cluster, network):
     with others_are_answered(cluster, network, 20.0) as readers:
+        # A message that waited for its reader is no failure.
         for reader in readers:
             ((_, code),) = cluster.calls("g", reader.name)
             # The client's own end may come first.
