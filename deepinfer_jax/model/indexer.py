@@ -99,7 +99,7 @@ def select(
         "publish_blocks": level.topk_blocks if level and kind.publishes_candidates else 0,
     }
 
-    def select_tiles(tiles: tuple[Array, ...]) -> Selection:
+    def select_tiles(tiles: tuple[Any, ...]) -> Selection:
         starts, queries, weights, visible, candidates = tiles
         keys = source.index_keys(group, kind.ratio, rows, starts, inputs.dtype)
         return index_selection(queries, weights, keys, visible, candidates=candidates, **options)

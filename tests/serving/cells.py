@@ -146,7 +146,9 @@ def check_hand_over(cell: Cell, one: Asked) -> None:
         assert receipt.transport == "shm"
     assert receipt.failovers == 0
     timing = receipt.timing
-    assert (timing.transfer is not None) == (timing.exposed_transfer is not None) == handed
+    assert (timing.transfer is not None) == handed
+    # The word when the last token was computed may come too late to be waited for.
+    assert handed or timing.exposed_transfer is None
     assert (timing.prefill is not None) == (timing.decode is not None) == bool(tokens)
     assert 0 <= timing.queue <= timing.queue + (timing.prefill or 0) + (timing.decode or 0) <= timing.total + 1e-6
     if one.params.seed is not None:

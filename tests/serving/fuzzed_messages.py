@@ -206,6 +206,7 @@ PULL = {
 }
 """Values that a state's holder refuses; a pull resumes at ``meta``."""
 
+OFFER = {"kv_id": ["", "a b", "a" * HUGE], "fingerprint": ["", "0" * 63, "G" * 64], "first": [MOST]}
 IDS = ["", "a b", "ä", "a" * 129, "a" * HUGE]
 SPOILED = {
     "/deepinfer.v1.Inference/Generate": (GENERATE, GENERATE_FREE),
@@ -216,6 +217,8 @@ SPOILED = {
     "/deepinfer.v1.Prefill/ReleaseKv": ({"kv_id": IDS}, set()),
     "/deepinfer.v1.KvTransfer/Describe": ({"kv_id": IDS}, set()),
     # A range that ends beyond what there is ends there.
-    "/deepinfer.v1.KvTransfer/Pull": (PULL, set()),
+    "/deepinfer.v1.KvTransfer/Pull": (PULL, {"sums"}),
+    # Nothing is offered where no transfer engine runs; the scenarios of tests/serving/jax_scenarios.py have one.
+    "/deepinfer.v1.KvTransfer/Offer": (OFFER, {"taken"}),
 }
 """By call: values that are refused by field, and fields that take every value."""

@@ -131,7 +131,7 @@ def finished(draw):
     times = draw(st.tuples(*[seconds] * len(dataclasses.fields(Timing))))
     counts = {field.name: draw(COUNTS) for field in dataclasses.fields(Receipt)}
     engine = counts | {"replays": tuple(draw(st.lists(COUNTS, max_size=4))), "fingerprint": draw(TEXTS)}
-    served = draw(st.tuples(TEXTS, TEXTS, LONG_COUNTS, TEXTS, COUNTS))
+    served = draw(st.tuples(TEXTS, TEXTS, LONG_COUNTS, LONG_COUNTS, TEXTS, COUNTS))
     reason = draw(st.sampled_from(["stop", "length", "content_filter", "cancelled"]))
     matched, numbers = draw(st.none() | COUNTS | TEXTS), draw(st.tuples(COUNTS, COUNTS, COUNTS))
 

@@ -177,6 +177,8 @@ def good_message(method, kv_id=""):
         return prefill_pb2.PrefillRequest(request=GOOD, mode="PREFILL_MODE_FULL")
     if method.endswith("/Pull"):
         return kv_transfer_pb2.KvPullRequest(kv_id=kv_id, fingerprint=FINGERPRINT, resume={"section": "meta"})
+    if method.endswith("/Offer"):
+        return kv_transfer_pb2.KvOfferRequest(kv_id=kv_id or "x", fingerprint=FINGERPRINT)
     return build(**{field.name: kv_id or "x" for field in build.DESCRIPTOR.fields})
 
 

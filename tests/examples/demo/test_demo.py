@@ -10,7 +10,7 @@ from serving.events import ServedReceipt, Timing
 def test_a_receipt_says_what_went_where():
     engine = Receipt(5, 16, 0, 30, (), 62, 0, 0, "f" * 64)
     timing = Timing(prefill=0.0125, transfer=0.01, exposed_transfer=0.001, decode=0.5, total=0.75)
-    receipt = ServedReceipt(engine, "d", "p", 27314, "shm", 0, timing)
+    receipt = ServedReceipt(engine, "d", "p", 27314, 0, "shm", 0, timing)
     assert what_went_where(receipt) == [
         "prompt     p: 16 tokens found, 12.5 ms",
         "hand-over  27,314 bytes by shm, 10.0 ms, 1.0 ms of it after the prompt was computed",
