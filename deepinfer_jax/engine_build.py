@@ -69,6 +69,8 @@ def build_engine(
     if devices is not None:
         if len(devices) != shards:
             raise ConfigError("n_shards", shards, f"the number of devices, {len(devices)}")
+        if settings.encoder_only:
+            raise ConfigError("encoder_only", True, "false over several devices", "run one engine for each device")
         over = spread(params, config, numerics, step, devices)
         params, functions, place = over.params, over.functions, over.place
     elif shards != 1:

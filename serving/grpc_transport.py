@@ -11,10 +11,17 @@ import grpc
 
 from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.cache.snapshot import Snapshot
-from serving.channels import RetryPolicy, client_options
 from serving.kv_sections import StatePlan
 from serving.kv_transport import TransferProgress
-from serving.proto.deepinfer.v1.kv_transfer_pb2 import KV_PART_PAGES, KvEndpoint, KvHandle, KvRange
+from serving.lanes import Lanes
+from serving.proto.deepinfer.v1.kv_transfer_pb2 import (
+    KV_PART_PAGES,
+    KvEndpoint,
+    KvHandle,
+    KvOffered,
+    KvOfferRequest,
+    KvRange,
+)
 from serving.proto.deepinfer.v1.kv_transfer_pb2_grpc import KvTransferStub
 from serving.proto.deepinfer.v1.prefill_pb2 import ReleaseKvRequest
 from serving.proto.deepinfer.v1.prefill_pb2_grpc import PrefillStub
@@ -23,14 +30,6 @@ from serving.state_pulls import PullSettings, StatePulls
 _log = logging.getLogger("serving.kv")
 _RELEASE_SECONDS = 5.0
 
-# Without pools of their own the channels would share one connection. Delays between attempts to connect are below
-# those between streams, so that each of these is a new attempt.
-LANE_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 _SCHEMES = {"grpc://": "", "grpc+unix://": "unix:"}
 
 
@@ -52,45 +51,49 @@ class GrpcTransport:
           settings: how they are pulled.
           credentials: None is plain text.
         """
-        self._form, self._settings, self._credentials = form, settings or PullSettings(), credentials
-        self._channels: dict[str, list[grpc.aio.Channel]] = {}
+        self._form, self._settings = form, settings or PullSettings()
+        self._lanes = Lanes(self._settings.lanes, credentials)
 
     def reaches(self, endpoint: KvEndpoint) -> bool:
-        return _target(endpoint) is not None
+        return _find_target(endpoint) is not None
 
     async def fetch(
         self, handle: KvHandle, endpoint: KvEndpoint, plan: StatePlan, *, deadline: float, progress: TransferProgress
     ) -> Snapshot:
         pulls = StatePulls(self._form, self._settings, handle, plan, deadline, progress)
-        channels, ranges = self._channels_to(endpoint), self._ranges(plan)
-        await _together([pulls.rest(channels[0]), *(pulls.pages(channel, ranges) for channel in channels)])
+        ranges = self._ranges(plan)
+        async with self._lanes.to(_target(endpoint)) as channels:
+            await _together([pulls.rest(channels[0]), *(pulls.pages(channel, ranges) for channel in channels)])
         return pulls.snapshot()
 
     async def watch(
         self, handle: KvHandle, endpoint: KvEndpoint, plan: StatePlan, *, deadline: float, progress: TransferProgress
     ) -> None:
         """Wait until a state is complete, its lease renewed; arguments and errors are those of :meth:`fetch`."""
-        await StatePulls(self._form, self._settings, handle, plan, deadline, progress).meta(
-            self._channels_to(endpoint)[0]
-        )
+        async with self._lanes.to(_target(endpoint)) as channels:
+            await StatePulls(self._form, self._settings, handle, plan, deadline, progress).meta(channels[0])
 
-    def stub(self, endpoint: KvEndpoint) -> KvTransferStub:
-        """For calls to a holder, at an endpoint that is reached."""
-        return KvTransferStub(self._channels_to(endpoint)[0])
+    async def offered(self, endpoint: KvEndpoint, request: KvOfferRequest, seconds: float) -> KvOffered:
+        """Have sections offered by a holder, at an endpoint that is reached.
+
+        Raises:
+          grpc.RpcError: nothing is offered.
+        """
+        async with self._lanes.to(_target(endpoint)) as channels:
+            return await KvTransferStub(channels[0]).Offer(request, timeout=seconds)
 
     async def release(self, handle: KvHandle) -> None:
         """Give a state back where it is held. A holder that is gone, or cannot be reached, ends it by its lease."""
         for endpoint in [endpoint for endpoint in handle.endpoints if self.reaches(endpoint)][:1]:
-            stub = PrefillStub(self._channels_to(endpoint)[0])
-            try:
-                await stub.ReleaseKv(ReleaseKvRequest(kv_id=handle.kv_id), timeout=_RELEASE_SECONDS)
-            except grpc.RpcError as error:
-                _log.info("a state was not given back: %s", error.code().name, extra={"kv_id": handle.kv_id})
+            async with self._lanes.to(_target(endpoint)) as channels:
+                request = ReleaseKvRequest(kv_id=handle.kv_id)
+                try:
+                    await PrefillStub(channels[0]).ReleaseKv(request, timeout=_RELEASE_SECONDS)
+                except grpc.RpcError as error:
+                    _log.info("a state was not given back: %s", error.code().name, extra={"kv_id": handle.kv_id})
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in (channel for lanes in channels.values() for channel in lanes):
-            await channel.close()
+        await self._lanes.close()
 
     def _ranges(self, plan: StatePlan) -> Iterator[KvRange]:
         """The request's blocks in ranges of about equal size, in order."""
@@ -100,26 +103,20 @@ class GrpcTransport:
         for first in range(0, blocks, count):
             yield KvRange(first=first, stop=min(blocks, first + count))
 
-    def _channels_to(self, endpoint: KvEndpoint) -> list[grpc.aio.Channel]:
-        target = _target(endpoint)
-        assert target is not None
-        if target not in self._channels:
-            options = (*client_options(RetryPolicy(attempts=1), bulk=True), *LANE_OPTIONS)
-            self._channels[target] = [self._open(target, options) for _ in range(self._settings.lanes)]
-        return self._channels[target]
 
-    def _open(self, target: str, options: Any) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(target, options)
-        return grpc.aio.secure_channel(target, self._credentials, options)
-
-
-def _target(endpoint: KvEndpoint) -> str | None:
+def _find_target(endpoint: KvEndpoint) -> str | None:
     """What gRPC calls an endpoint; None for those of other transports."""
     for scheme, prefix in _SCHEMES.items():
         if endpoint.uri.startswith(scheme):
             return prefix + endpoint.uri.removeprefix(scheme)
     return None
+
+
+def _target(endpoint: KvEndpoint) -> str:
+    """What gRPC calls an endpoint that is reached."""
+    target = _find_target(endpoint)
+    assert target is not None
+    return target
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -100,7 +100,7 @@ class JaxTransport:
     async def _ask(self, call: KvEndpoint, handle: KvHandle, first: int, taken: Sequence[int] = ()) -> KvOffered:
         request = KvOfferRequest(kv_id=handle.kv_id, fingerprint=handle.fingerprint, first=first, taken=taken)
         try:
-            return await self._control.stub(call).Offer(request, timeout=self._patience)
+            return await self._control.offered(call, request, self._patience)
         except grpc.RpcError as error:
             # Where the state is gone, the next transport finds that too.
             raise TransportError("KV_EXPIRED", f"the holder offers nothing: {error_from(error).message}") from error

@@ -80,10 +80,10 @@ def complete(held, computed=COMPUTED):
 
 async def ask(held, growing, first=0, **fields):
     """An offer as a receiver asks for it."""
-    stub = held.pulls.stub(next(one for one in growing.handle.endpoints if held.pulls.reaches(one)))
+    endpoint = next(one for one in growing.handle.endpoints if held.pulls.reaches(one))
     request = KvOfferRequest(kv_id=growing.kv_id, fingerprint=FORM.fingerprint.hex(), first=first)
     request.MergeFrom(KvOfferRequest(**fields))
-    return await stub.Offer(request, timeout=30)
+    return await held.pulls.offered(endpoint, request, 30)
 
 
 async def refused(awaitable):

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from grpc._cython import cygrpc
 
-from serving import grpc_transport, worker
+from serving import lanes, worker
 from serving.channels import KEEPALIVE_MS, LEAST_PING_INTERVAL_MS, RetryPolicy, client_options, server_options
 
 
 def names():
-    for options in (client_options(RetryPolicy()), server_options(), grpc_transport.LANE_OPTIONS, worker.OPTIONS):
+    for options in (client_options(RetryPolicy()), server_options(), lanes.LANE_OPTIONS, worker.OPTIONS):
         yield from (name for name, _ in options)
 
 
