@@ -5,7 +5,7 @@ PYTHON ?=
 ARGUMENTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint mutants campaign cancels aot clean
+.PHONY: help demo test test-all test-long lint mutants campaign cancels aot clean
 
 # Shell functions, run by the recipes with `eval`. They report on standard error and print their result.
 define SETUP
@@ -100,6 +100,10 @@ test-all: ## run the tests with every supported Python found, in turn
 		echo "== $$environment"; \
 		"$$environment/bin/python" -m pytest -n 2 --dist loadfile $(ARGUMENTS) || exit 1; \
 	done
+
+test-long: ## run the tests that are too long for every change
+	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
+	"$$environment/bin/python" -m pytest -n 2 --dist loadfile -m slow $(ARGUMENTS)
 
 lint: ## check style, format and types
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \

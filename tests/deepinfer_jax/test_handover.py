@@ -20,7 +20,8 @@ from tests.deepinfer_jax.test_engine_machine import FIELDS, alone, stream
 from tests.running_engines import KEEP, Answer, built, encoder, fresh_engine, gather, receiver, run
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
-CELLS = [("f32", "off"), ("f32", "compact"), ("f32q", "compact"), ("bf16", "off")]
+LONG = pytest.param("f32q", "compact", marks=pytest.mark.slow)
+CELLS = [("f32", "off"), ("f32", "compact"), LONG, ("bf16", "off")]
 LENGTHS = st.integers(1, 70)
 # Parameters are built in the tests, since their checks choose at random what to look at, which strategies must not.
 DRAWN = st.fixed_dictionaries({name: FIELDS[name] for name in FIELDS if name not in ("n", "prompt_logprobs")})

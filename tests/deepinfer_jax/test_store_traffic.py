@@ -97,7 +97,9 @@ def test_a_second_engine_goes_on_from_what_the_first_computed(cold, filled):
     assert value("recompiles_total") == value("store_failures_total") == 0
 
 
-@pytest.mark.parametrize(("numerics", "decoder"), [("bf16", "off"), ("f32q", "compact")])
+@pytest.mark.parametrize(
+    ("numerics", "decoder"), [("bf16", "off"), pytest.param("f32q", "compact", marks=pytest.mark.slow)]
+)
 def test_other_numerics_and_decoder_replay(numerics, decoder):
     store = MemoryStore(1 << 30)
     answers = []

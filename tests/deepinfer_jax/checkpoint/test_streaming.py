@@ -110,7 +110,7 @@ def test_conversion_holds_a_few_bundles(resumed):
     assert resumed["peak"] < CONVERSION_LIMIT
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_restoring_holds_the_arrays_and_a_few_bundles(devices, work, read, resumed):
     """Restored to one device and spread over eight: every row in its place, and the logits of the direct read."""
     step = f"restore released {devices}"

@@ -194,6 +194,7 @@ def test_kept_rows_in_their_own_places_are_bit_equal_to_masked_ones():
     np.testing.assert_array_equal(compact[floor:], mask[floor:])
 
 
+@pytest.mark.slow
 def test_deterministic_kept_rows_are_bit_equal_to_masked_ones():
     """Numerics f32q, deterministic; other chunks too. Hidden states, logits, draft inputs, pages and all rings."""
     tokens = prompts()["p200"][:53]

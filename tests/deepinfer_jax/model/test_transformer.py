@@ -39,7 +39,10 @@ def full_pass(
     return logits(params, output.hidden).reshape(sequences, -1, config.vocab_size)[:, :length]
 
 
-@pytest.mark.parametrize("numerics", ["f32", "bf16", "released"])
+@pytest.mark.parametrize(
+    "numerics",
+    ["f32", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("released", marks=pytest.mark.slow)],
+)
 def test_the_form_for_a_cpu_changes_rounding_only(numerics: str) -> None:
     """Transposed weights and experts of their own, on the shortest prompt and on one of many tiles."""
     chosen = Numerics.preset(numerics)

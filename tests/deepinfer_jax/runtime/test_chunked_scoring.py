@@ -94,7 +94,7 @@ def in_turns(runner: Runner, named: list[tuple[str, int]], cuts: tuple[int, ...]
     return {name: np.concatenate(rows) for name, rows in got.items()}
 
 
-@pytest.mark.parametrize("form", ["unrolled", "stacked"])
+@pytest.mark.parametrize("form", ["unrolled", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_golden_logits(form: str) -> None:
     """Plain f32: a long request, a middling and a short one, in steps with decode rows, with tiles, and with both."""
     golden = tensors("tiny-a/logits_f32.safetensors")
@@ -103,7 +103,7 @@ def test_golden_logits(form: str) -> None:
         assert np.abs(logits - golden[name]).max() <= LOGIT_TOLERANCE, name
 
 
-@pytest.mark.parametrize("numerics", ["f32", "released"])
+@pytest.mark.parametrize("numerics", ["f32", pytest.param("released", marks=pytest.mark.slow)])
 def test_neighbours_change_no_bit(numerics: str) -> None:
     """Deterministic: which lanes a context goes through depends on its neighbours, what comes out does not."""
     alone = in_turns(Runner(numerics, deterministic=True), [("p200", 0)], (64,))

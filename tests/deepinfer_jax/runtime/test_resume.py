@@ -203,6 +203,7 @@ def test_a_replayed_window_goes_on_elsewhere(cut: int) -> None:
     np.testing.assert_array_equal(got, want[cut - hit + WINDOW :])
 
 
+@pytest.mark.slow
 def test_encoder_only_prefill_goes_on_elsewhere() -> None:
     """f32, decoder replay: no window key of a decoder layer travels, the receiver runs the kept rows through all."""
     keep, tokens = 23, tokens_of(1)

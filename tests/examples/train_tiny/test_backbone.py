@@ -74,6 +74,7 @@ def test_a_finished_run_has_nothing_left_to_do(whole_run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.slow
 def test_losses_fall(tmp_path):
     schedule = dataclasses.replace(SCHEDULE, steps=40, stored_steps=10, save_every=40, peak_rate=1e-2)
     train_backbone(CONFIG, None, windows(), schedule, tmp_path)

@@ -123,6 +123,7 @@ def own_windows(pattern):
     )
 
 
+@pytest.mark.slow
 def test_the_head_learns_and_the_backbone_stays(params, tmp_path):
     pattern = np.random.default_rng(0).integers(4, CONFIG.vocab_size, 7)
     stream = Windows.of([np.tile(pattern, 60).astype(np.int32)], LENGTH, seed=1)
