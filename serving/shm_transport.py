@@ -88,12 +88,12 @@ class ShmTransport:
         while not file.complete:
             # Asked before the file is: what is missing then never comes.
             finished = watching.done()
-            size = await loop.run_in_executor(self._reader, file.read)
+            size = await loop.run_in_executor(self._reader, file.read) if file.changed else 0
             progress.add(size, file.taken)
             if finished and not size and not file.complete:
                 watching.result()
                 raise TransportError("KV_DAMAGED", f"the file of the state ends before {file.due.name}")
-            pause = _SHORT_PAUSE if size else min(2 * pause, _LONG_PAUSE)
+            pause = _SHORT_PAUSE if size else min(1.25 * pause, _LONG_PAUSE)
             if not size:
                 await asyncio.wait((watching,), timeout=pause)
 
@@ -121,6 +121,11 @@ class _GrowingFile:
     def due(self) -> PlannedSection:
         """The section that comes next."""
         return self._planned[self._place]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the file has another size than what was read of it."""
+        return os.fstat(self._file).st_size != self._read
 
     def close(self) -> None:
         os.close(self._file)

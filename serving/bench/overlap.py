@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from serving.bench.seals import seal_seconds
 from serving.bench.turn import greedy, random_prompt
 from serving.channels import RetryPolicy, open_channel
 from serving.client import Client
@@ -36,8 +37,9 @@ class OverlapFigures:
         transport: grpc or shm.
         bytes: of the state.
         outstanding_bytes: of these, what had not arrived when the last chunk of the prompt was computed.
-        exposed_seconds: of the hand-over, behind that moment.
-        whole_seconds: of a hand-over that begins when the state is complete.
+        exposed_seconds: of the hand-over, behind that moment; its sections are made in it.
+        fetch_seconds: of a hand-over that begins when all sections are made.
+        sealing_seconds: of making as many bytes of sections in one thread, which one without overlap does first.
     """
 
     transport: str
@@ -46,7 +48,8 @@ class OverlapFigures:
     bytes: int
     outstanding_bytes: float
     exposed_seconds: float
-    whole_seconds: float
+    fetch_seconds: float
+    sealing_seconds: float
 
     @property
     def outstanding_share(self) -> float:
@@ -57,6 +60,11 @@ class OverlapFigures:
     def exposed_share(self) -> float:
         """Of a whole hand-over."""
         return self.exposed_seconds / self.whole_seconds
+
+    @property
+    def whole_seconds(self) -> float:
+        """Of a hand-over that begins when the prompt is computed; what comes from the device is not counted."""
+        return self.fetch_seconds + self.sealing_seconds
 
 
 def measure_overlap(
@@ -89,14 +97,22 @@ def measure_overlap(
                     if receipt is not None:
                         found.setdefault(transport, ([], []))[kind].append(receipt)
                     progress()
-    figures = [overlap_of(transport, prompt, *kinds) for transport, kinds in found.items()]
+    figures = [
+        overlap_of(transport, prompt, *kinds, _sealing_seconds(kinds[0], turns)) for transport, kinds in found.items()
+    ]
     return [one for one in figures if one is not None]
 
 
 def overlap_of(
-    transport: str, prompt: int, early: Sequence[ServedReceipt], late: Sequence[ServedReceipt]
+    transport: str,
+    prompt: int,
+    early: Sequence[ServedReceipt],
+    late: Sequence[ServedReceipt],
+    sealing_seconds: float,
 ) -> OverlapFigures | None:
     """Figures of receipts: of hand-overs that began with the computation, and of those that began behind it.
+
+    ``sealing_seconds``: of all sections.
 
     None where no receipt of the former says when the last token was computed.
     """
@@ -111,8 +127,13 @@ def overlap_of(
         bytes=early[0].handed_over_bytes,
         outstanding_bytes=float(statistics.median(size for size, _ in known)),
         exposed_seconds=statistics.median(seconds for _, seconds in known),
-        whole_seconds=statistics.median(receipt.timing.transfer or 0.0 for receipt in late),
+        fetch_seconds=statistics.median(receipt.timing.transfer or 0.0 for receipt in late),
+        sealing_seconds=sealing_seconds,
     )
+
+
+def _sealing_seconds(receipts: Sequence[ServedReceipt], turns: int) -> float:
+    return statistics.median(seal_seconds(receipts[0].handed_over_bytes)[0] for _ in range(turns))
 
 
 class _Workers:

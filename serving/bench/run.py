@@ -57,7 +57,7 @@ class Sizes:
     stream_tokens: int = 32
     long_prompt: int = 4000
     long_turns: int = 3
-    transfer_tokens: int = 32_768
+    transfer_tokens: int = 65_536
 
 
 @dataclasses.dataclass(frozen=True)

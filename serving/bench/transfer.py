@@ -15,9 +15,8 @@ from pathlib import Path
 import grpc
 
 from deepinfer_jax.cache.records import StateFormat
-from deepinfer_jax.cache.sections import open_section
-from deepinfer_jax.cache.snapshot import Snapshot
-from serving.bench.holder import BARE, hold, plan_of, sections_of
+from serving.bench.holder import BARE, hold, plan_of
+from serving.bench.seals import seal_seconds
 from serving.channels import RetryPolicy, client_options
 from serving.grpc_transport import GrpcTransport
 from serving.kv_chunks import DEFAULT_CHUNK_BYTES
@@ -132,7 +131,7 @@ async def _measure(
                 await timed("bare_tcp", lambda: asyncio.to_thread(_receive, port, size))
                 await timed("shm", lambda: _share(pipe, reading, form, tokens, size))
                 progress()
-            sealing, opening = await asyncio.to_thread(_seals, form, tokens)
+            sealing, opening = await asyncio.to_thread(seal_seconds, size)
         finally:
             await pulling.close()
     best = {name: min(times) for name, times in seconds.items()}
@@ -146,8 +145,8 @@ async def _measure(
         grpc=size / best["grpc"],
         bare_tcp=size / best["bare_tcp"],
         shm=size / best["shm"],
-        sealing=sealing,
-        opening=opening,
+        sealing=size / sealing,
+        opening=size / opening,
     )
 
 
@@ -207,15 +206,3 @@ def _receive(port: int, size: int) -> float:
                 assert count
                 at += count
         return time.perf_counter() - begin
-
-
-def _seals(form: StateFormat, tokens: int) -> tuple[float, float]:
-    """Bytes per second of making and of checking sealed sections."""
-    begin = time.perf_counter()
-    sections: Snapshot = sections_of(form, tokens)
-    sealed = time.perf_counter()
-    for name, content in sections.items():
-        open_section(name, form.fingerprint, content)
-    opened = time.perf_counter()
-    size = sum(map(len, sections.values()))
-    return size / (sealed - begin), size / (opened - sealed)
