@@ -213,7 +213,7 @@ def stopped_readers(cluster, network, stub, seconds):
     while not shard(cluster, "d").read_backlog_bytes:
         time.sleep(0.01)
     fault.over, network.fault = True, Fault()
-    computed = Reader(stub, f"computing-{seconds}", LONG_PROMPT[:2400], seconds)
+    computed = Reader(stub, f"computing-{seconds}", LONG_PROMPT[:1790], seconds)
     computed.read("started")
     assert shard(cluster, "p").prefill_tokens
     crowd = [Reader(stub, f"crowd-{number}-{seconds}", CROWD[number:], seconds) for number in range(TWO_WAYS_SLOTS)]
