@@ -50,13 +50,13 @@ def ask(gateway: str) -> None:
     config = ModelConfig.from_directory(model)
     with Client(gateway, timeout=120.0) as client:
         note(f"a client calls {gateway}: {client.model_info().model}")
-        show(client, CODE, text_prompt(model, config, CODE, bos=True, print_ids=False))
+        show(client, CODE, text_prompt(model, config, CODE, bos=True, stop=(), print_ids=False))
         for _ in range(2):
             with CHAT.open(encoding="utf-8") as file:
                 show(
                     client,
                     CHAT.read_text(encoding="utf-8"),
-                    chat_prompt(model, config, file, thinking=False, print_ids=False),
+                    chat_prompt(model, config, file, thinking=False, stop=(), print_ids=False),
                 )
         note("the second time, the prefill worker found the prompt's pages in its cache")
 
