@@ -13,7 +13,7 @@ from deepinfer_jax.commands.prompt import Prompt, chat_prompt, text_prompt
 from deepinfer_jax.commands.settings import start_with_settings
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.request import SamplingParams
-from deepinfer_jax.text.tokenizer import TextStream
+from deepinfer_jax.text.tokenizer import TextStream, Tokenizer
 from serving.client import Client
 from serving.events import Delta, Finished, ServedReceipt, Started
 from serving.processes import Processes, interrupt_on_signals
@@ -66,7 +66,7 @@ def show(client: Client, asked: str, prompt: Prompt) -> None:
     """Print an answer as it comes, and what went where."""
     click.secho(f"\n{asked.strip()}", bold=True)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, stop_ids=prompt.stop_ids - {1})
-    text = TextStream(prompt.tokenizer)
+    text = TextStream(Tokenizer.from_directory(default_model()))
     for event in client.generate(prompt.token_ids, params):
         if isinstance(event, Delta):
             click.echo(text.push(event.tokens), nl=False)
