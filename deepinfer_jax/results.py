@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from prometheus_client import Counter
 
 from deepinfer_jax.assembly import Assembled, Entry
 from deepinfer_jax.books import Books
@@ -95,13 +97,17 @@ class Results:
                 following = entry.sequence.tokens[entry.start + 1 : entry.start + 1 + entry.count]
                 targets[begin : begin + len(following)] = following
             record.scores = self._device.score(assembled.shape, targets)
+        ran: collections.Counter[Counter] = collections.Counter()
         for entry in assembled.entries:
             sequence, stop = entry.sequence, entry.start + entry.count
             if self._holds_windows(sequence, stop):
                 record.windows[sequence.id] = (stop, self._device.read_slot(self._books.number(sequence)))
             if sequence.handover is not None:
                 record.handed[sequence.id] = self._handed(entry)
-            self._count_rows(entry)
+            self._count_rows(entry, ran)
+        # A counter costs more than the rest of a row's books.
+        for counter, count in ran.items():
+            counter.inc(count)
 
     def take(self, record: StepRecord) -> Any:
         """Read a step and act on it. Returns what it sampled."""
@@ -292,18 +298,18 @@ class Results:
         sequence.scores_given = True
         return tuple(scores[position] for position in range(1, sequence.prompt_length))
 
-    def _count_rows(self, entry: Entry) -> None:
+    def _count_rows(self, entry: Entry, ran: collections.Counter[Counter]) -> None:
         sequence, stop = entry.sequence, entry.start + entry.count
         replayed = max(0, min(stop, sequence.restart.held) - entry.start)
         sequence.computed_rows += entry.count
         sequence.replayed_rows += replayed
-        self._metrics.replayed_rows.inc(replayed)
-        rows = self._metrics.decode_rows if entry.start >= sequence.prompt_length else self._metrics.prefill_rows
-        rows.inc(entry.count)
+        ran[self._metrics.replayed_rows] += replayed
+        decodes = entry.start >= sequence.prompt_length
+        ran[self._metrics.decode_rows if decodes else self._metrics.prefill_rows] += entry.count
         kept = entry.count
         if self._settings.replay.decoder == "compact":
             kept = min(entry.count, max(0, stop - sequence.restart.decoder_floor))
-        self._metrics.decoder_rows.inc(kept)
+        ran[self._metrics.decoder_rows] += kept
 
 
 def _not_finite(entry: Entry, stepped: Any) -> str | None:

@@ -100,9 +100,10 @@ def plan_step(running: Sequence[Running], room: Room) -> list[Piece]:
     pieces: list[Piece] = []
     for shard in sorted({request.shard for request in running}):
         here = [request for request in running if request.shard == shard and request.length > request.start]
-        decodes = _in_turn(request for request in here if request.decodes and room.decode_rows)
+        rows = bool(room.decode_rows)
+        decodes = _in_turn(request for request in here if request.decodes and rows)
         pieces += [Piece(request.id, request.start, 1) for request in decodes[: room.decode_rows]]
-        pieces += _prefill(_in_turn(request for request in here if request not in decodes), room)
+        pieces += _prefill(_in_turn(request for request in here if not (request.decodes and rows)), room)
     return pieces
 
 

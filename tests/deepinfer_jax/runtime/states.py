@@ -1,12 +1,19 @@
-"""States of the golden shape with random bits in them, and their comparison bit by bit."""
+"""States of the golden shape: steps over them, random bits in them, and their comparison bit by bit."""
+
+import functools
 
 import jax
 import numpy as np
+from jax import Array
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.state import State, initial_state
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.runtime.advance import advance
+from deepinfer_jax.runtime.batch import Batch
+from deepinfer_jax.runtime.step import row_logits
 from tests.golden import DATA
 
 
@@ -28,6 +35,21 @@ def fresh_state(
         max_drafts=max_drafts,
         fill=fill,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "deterministic"), donate_argnames="state")
+def step(
+    params: Model,
+    state: State,
+    batch: Batch,
+    tables: Array,
+    config: ModelConfig,
+    numerics: Numerics,
+    deterministic: bool,
+) -> tuple[State, Array]:
+    """A step, and the logits of all its rows."""
+    advanced = advance(params, state, batch.to_rows(), tables, config, numerics, deterministic=deterministic)
+    return advanced.state, row_logits(params, advanced.hidden, deterministic=deterministic)
 
 
 def random_content(tree, seed: int):

@@ -4,7 +4,6 @@ Chunks are of 16 entries here, so that the golden prompts of up to 200 tokens ha
 as NaN.
 """
 
-import functools
 import importlib
 
 import jax
@@ -14,14 +13,12 @@ import pytest
 from jax import Array
 
 from deepinfer_jax.cache.state import State
-from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.source import PagedSource
 from deepinfer_jax.model.transformer import Model, forward
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.step import advance, row_logits
 from tests.checkpoints import golden_model, prompts
-from tests.deepinfer_jax.runtime.states import fresh_state
+from tests.deepinfer_jax.runtime.states import fresh_state, step
 from tests.golden import tensors
 
 SLOTS, BLOCK_TOKENS, BLOCKS_PER_SLOT = 3, 8, 26
@@ -37,20 +34,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("pallas_kernels.paged_index_selection")
     monkeypatch.setattr(module, "CHUNK_ENTRIES", CHUNK)
     monkeypatch.setattr(module, "LANE_ROWS", 3)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "numerics", "deterministic"), donate_argnames="state")
-def step(
-    params: Model,
-    state: State,
-    batch: Batch,
-    tables: Array,
-    config: ModelConfig,
-    numerics: Numerics,
-    deterministic: bool,
-) -> tuple[State, Array]:
-    advanced = advance(params, state, batch.to_rows(), tables, config, numerics, deterministic=deterministic)
-    return advanced.state, row_logits(params, advanced.hidden, deterministic=deterministic)
 
 
 class Runner:

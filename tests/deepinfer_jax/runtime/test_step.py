@@ -18,14 +18,11 @@ from jax import Array
 
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.state import State, initial_state, read_rows
-from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.runtime.advance import advance
-from deepinfer_jax.runtime.batch import Batch, Chunk, StepShape, pack
-from deepinfer_jax.runtime.step import row_logits
+from deepinfer_jax.runtime.batch import Chunk, StepShape, pack
 from pallas_kernels import CachedRows
 from tests.checkpoints import golden_model, prompts
+from tests.deepinfer_jax.runtime.states import step
 from tests.golden import tensors
 
 SLOTS = 3
@@ -36,20 +33,6 @@ WHOLE = StepShape(decode_rows=0, prefill_tiles=13, tile_rows=16)
 LOGIT_TOLERANCE = 2e-4
 CACHES = ("main", "index", "window")
 CHECKPOINTS = {"released": "quant"}  # that of other numerics is "bf16"
-
-
-@functools.partial(jax.jit, static_argnames=("config", "numerics", "deterministic"), donate_argnames="state")
-def step(
-    params: Model,
-    state: State,
-    batch: Batch,
-    tables: Array,
-    config: ModelConfig,
-    numerics: Numerics,
-    deterministic: bool,
-) -> tuple[State, Array]:
-    advanced = advance(params, state, batch.to_rows(), tables, config, numerics, deterministic=deterministic)
-    return advanced.state, row_logits(params, advanced.hidden, deterministic=deterministic)
 
 
 class Runner:
