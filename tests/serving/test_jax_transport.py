@@ -1,39 +1,32 @@
 """States carried by JAX's transfer engine, in processes of their own: scenarios, and the roles of a cluster."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from deepinfer_jax.checkpoint.synthetic import synthesize
 from deepinfer_jax.request import SamplingParams
-from serving.client import Client
-from serving.processes import Processes
 from serving.transfer_probe import probe
-from tests.engines import ENVIRONMENT, REPOSITORY, tiny_drafting_configuration
 from tests.serving.jax_scenarios import SCENARIOS
+from tests.serving.process_clusters import (
+    CONFIGURATION,
+    PROCESS_ENVIRONMENT,
+    SECONDS,
+    Member,
+    make_model,
+    running_cluster,
+)
 
-PROCESS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
-SECONDS = 300.0
 PROMPT = tuple(3 + (7 * place) % 90 for place in range(141))
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=11, ignore_eos=True)
-CONFIGURATION = """
-[engine]
-slots = 2
-blocks = 100
-decode_rows = [2]
-prefill_tiles = [1]
-block_tokens = 16
-deterministic = true
-[engine.replay]
-mode = "exact"
-[kv]
-transports = ["jax", "grpc"]
-[gateway]
-poll_seconds = 0.2
-stop_strings = false
-"""
+# "d2" does without the transfer engine.
+MEMBERS = {
+    "p": Member("prefill"),
+    "d1": Member("decode"),
+    "g1": Member("gateway", workers=("p", "d1")),
+    "d2": Member("decode", options=("--set=kv.transports=['grpc']",)),
+    "g2": Member("gateway", workers=("p", "d2")),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,47 +52,25 @@ def test_scenario(name):
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    model, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("c")
-    synthesize(tiny_drafting_configuration(), model, quantised=False)
-    path = directory / "server.toml"
-    path.write_text(CONFIGURATION, encoding="utf-8")
-    options = ["--config", str(path), "--model", str(model)]
-    with Processes(directory, options, environment=PROCESS_ENVIRONMENT) as running:
-        prefill = running.start("prefill", f"unix:{directory / 'p'}", "--name=p")
-        prefill.wait_healthy(SECONDS)
-        yield running, directory
-    assert [process.popen.returncode for process in running.running] == [0] * len(running.running)
+def cluster(tmp_path_factory):
+    model, directory = make_model(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("c")
+    configuration = CONFIGURATION.replace("[kv]", "[kv]\ntransports = ['jax', 'grpc']")
+    with running_cluster(directory, model, MEMBERS, configuration) as cluster:
+        cluster.ensure()
+        yield cluster
+        assert cluster.idle()
 
 
-def answers(processes, name, *options):
-    """The answer of a decode worker by itself, and through a gateway that has the prompt computed elsewhere."""
-    running, directory = processes
-    decode = running.start("decode", f"unix:{directory / name}", f"--name={name}", *options)
-    decode.wait_healthy(SECONDS)
-    workers = [f"--worker=unix:{directory / other}" for other in ("p", name)]
-    gateway = running.start("gateway", f"unix:{directory / f'g-{name}'}", *workers)
-    gateway.wait_healthy(SECONDS)
-    with Client(decode.address, timeout=SECONDS) as client:
-        alone = client.complete(PROMPT, PARAMS)
-    with Client(gateway.address, timeout=SECONDS) as client:
-        split = client.complete(PROMPT, PARAMS, salt=b"elsewhere")
+@pytest.mark.slow
+@pytest.mark.parametrize(("decode", "gateway", "transport"), [("d1", "g1", "jax"), ("d2", "g2", "grpc")])
+def test_a_split_request_gives_the_engines_tokens(cluster, decode, gateway, transport):
+    """By the transfer engine; a worker without it takes the state of the same holder by gRPC."""
+    alone = cluster.client(decode).complete(PROMPT, PARAMS)
+    split = cluster.client(gateway).complete(PROMPT, PARAMS, salt=b"elsewhere")
     assert alone.tokens == split.tokens
     assert len(split.tokens) == PARAMS.max_tokens
-    assert split.finished.receipt.prefill_worker == "p"
-    return decode, split.finished.receipt
-
-
-@pytest.mark.slow
-def test_a_split_request_gives_the_engines_tokens_by_the_transfer_engine(processes):
-    decode, receipt = answers(processes, "d1")
-    assert receipt.transport == "jax"
+    receipt = split.finished.receipt
+    assert (receipt.prefill_worker, receipt.transport) == ("p", transport)
     assert receipt.handed_over_bytes > 0
-    lines = [json.loads(line) for line in decode.log.read_text("utf-8").splitlines() if line.startswith("{")]
-    assert "transport jax is available" in [line["message"] for line in lines]
-
-
-@pytest.mark.slow
-def test_a_worker_without_the_transfer_engine_takes_the_same_state_by_grpc(processes):
-    _, receipt = answers(processes, "d2", "--set", 'kv.transports=["grpc"]')
-    assert receipt.transport == "grpc"
+    said = "transport jax is available" in [line["message"] for line in cluster.log(decode)]
+    assert said == (transport == "jax")

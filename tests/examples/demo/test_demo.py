@@ -1,10 +1,14 @@
-"""What the demo prints of a receipt."""
+"""The demo as a whole, and what it prints of a receipt."""
+
+import subprocess
+import sys
 
 import pytest
 
 from deepinfer_jax.request import Receipt
 from examples.demo.__main__ import CHAT, CONFIGURATION, milliseconds, what_went_where
 from serving.events import ServedReceipt, Timing
+from tests.engines import ENVIRONMENT, REPOSITORY
 
 
 def test_a_receipt_says_what_went_where():
@@ -27,3 +31,13 @@ def test_times_are_shown_in_milliseconds(seconds, shown):
 def test_what_the_demo_reads_is_there():
     assert CHAT.is_file()
     assert CONFIGURATION.is_file()
+
+
+def test_the_demo_answers_through_three_processes_and_ends_them():
+    command = [sys.executable, "-m", "examples.demo"]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(" by shm, ") == 3
+    assert "16 tokens found" in ended.stdout
+    assert ended.stdout.count("has ended with status 0") == 3
