@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from deepinfer_jax.text.tokenizer import Tokenizer
+from serving.acceptance import check_acceptable
 from serving.answer_stream import AnswerWriter
 from serving.configuration import GatewaySection
 from serving.entrance import Entrance
@@ -20,7 +21,7 @@ from serving.events import Event, Finished
 from serving.gateway_metrics import GatewayMetrics
 from serving.generate_call import GenerateCall
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc
-from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
+from serving.request_messages import RequestLimits, check_id, parse_generate
 from serving.routed_answer import Envelope, Route, RoutedAnswer
 from serving.served_call import REQUEST_ID, TRACEPARENT, ServedCall
 from serving.server import Service
@@ -87,7 +88,7 @@ class GatewayService(inference_pb2_grpc.InferenceServicer):
             asked = parse_generate(request, RequestLimits(info.vocabulary, info.max_context))
             if asked.kv is not None:
                 raise bad_field("kv", "present", "absent, as a gateway finds state itself", "NOT_SUPPORTED")
-            check_fits(asked, info)
+            check_acceptable(asked, info)
             request_id = asked.request_id or call.request_id
             if request_id in self._running:
                 accepted = "an id that no running request has"

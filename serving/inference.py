@@ -10,6 +10,7 @@ from typing import Any
 
 from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.request import Output, Receipt
+from serving.acceptance import check_acceptable
 from serving.answer_events import AnswerEvents
 from serving.answer_stream import AnswerWriter
 from serving.arrivals import Arrivals, Arrived
@@ -17,10 +18,9 @@ from serving.errors import ServingError, bad_field, refusal
 from serving.events import Event, Finished
 from serving.generate_call import GenerateCall
 from serving.leases import Leases
-from serving.model_info import check_served
 from serving.news_box import DEFAULT_UNREAD_TOKENS, NewsBox
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc
-from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
+from serving.request_messages import RequestLimits, check_id, parse_generate
 from serving.served_call import ServedCall
 from serving.server import Service
 
@@ -136,10 +136,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _check_served(self, asked: GenerateCall) -> None:
         """Refuse what the protocol has and this service has not."""
-        check_fits(asked, self._info)
+        check_acceptable(asked, self._info)
         if asked.kv is not None and self._arrivals is None:
             raise bad_field("kv", "present", "absent, as this server computes prompts itself", "NOT_SUPPORTED")
-        check_served(asked, self._info)
 
     async def _answer(self, asked: GenerateCall, request_id: str, running: _Running, call: ServedCall) -> None:
         writer = AnswerWriter()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import deepinfer_jax
 from deepinfer_jax.engine import Engine
-from serving.errors import bad_field
-from serving.generate_call import GenerateCall
 from serving.proto.deepinfer.v1 import types_pb2
 from serving.proto.deepinfer.v1.inference_pb2 import ModelInfo
 
@@ -59,24 +57,3 @@ def model_info(
         role=role,
         version=deepinfer_jax.__version__,
     )
-
-
-def check_served(asked: GenerateCall, info: ModelInfo, prefix: str = "") -> None:
-    """Refuse what the protocol has and no worker like this one has; nothing that is asked for is passed over.
-
-    Args:
-      asked: the request.
-      info: what is served.
-      prefix: of the names of its fields.
-
-    Raises:
-      InvalidRequestError: names the field.
-    """
-    if not asked.write_cache:
-        raise bad_field(f"{prefix}cache.write", False, "true, as this server keeps all blocks", "NOT_SUPPORTED")
-    if asked.retention is not None:
-        field = "cache.retention_class" if isinstance(asked.retention, str) else "cache.ttl"
-        accepted = "absent, as this server has no store of blocks"
-        raise bad_field(f"{prefix}{field}", asked.retention, accepted, "NOT_SUPPORTED")
-    if asked.replay == "exact" and info.replay_mode == types_pb2.REPLAY_MODE_BOUNDED:
-        raise bad_field(f"{prefix}cache.replay_mode", "exact", "bounded, this server's mode", "NOT_SUPPORTED")

@@ -13,6 +13,7 @@ from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.cache.snapshot import snapshot_bytes
 from deepinfer_jax.request import Output
 from deepinfer_jax.settings import EngineSettings
+from serving.acceptance import check_acceptable
 from serving.answer_stream import AnswerWriter
 from serving.errors import bad_field, refusal
 from serving.event_messages import delta_message, finished_message, receipt_message
@@ -21,10 +22,9 @@ from serving.generate_call import GenerateCall
 from serving.held_state import HeldState, SectionStorage
 from serving.kv_sections import StatePlan
 from serving.leases import Leases
-from serving.model_info import check_served
 from serving.proto.deepinfer.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint, KvHandle
-from serving.request_messages import RequestLimits, check_fits, check_id, parse_generate
+from serving.request_messages import RequestLimits, check_id, parse_generate
 from serving.served_call import ServedCall
 from serving.server import Service
 
@@ -128,11 +128,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if message.HasField(field):
                 raise bad_field(f"request.{field}", "present", "absent, as the prompt is computed here")
         asked = parse_generate(message, self._limits)
-        check_fits(asked, self._info)
+        check_acceptable(asked, self._info)
         if asked.answer:
             accepted = f"absent or {len(message.prompt_token_ids)}, as all ids are the prompt"
             raise bad_field("request.prompt_len", len(asked.prompt), accepted)
-        check_served(asked, self._info, "request.")
         return asked, request.mode
 
     async def _run(self, job: _Job, call: ServedCall) -> bool:

@@ -14,7 +14,7 @@ from deepinfer_jax.request import MOST_BIASES, MOST_BRANCHES, MOST_STOP_IDS, Sam
 from serving.errors import bad_field
 from serving.generate_call import GenerateCall, Retention
 from serving.proto.deepinfer.v1 import types_pb2
-from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest, ModelInfo
+from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvHandle
 from serving.refusals import refusal_of
 
@@ -113,24 +113,6 @@ def parse_generate(message: GenerateRequest, limits: RequestLimits) -> GenerateC
         first_token=_first_token(message, limits),
         traceparent=message.traceparent,
     )
-
-
-def check_fits(call: GenerateCall, info: ModelInfo) -> None:
-    """Refuse what a server that is described so would not take, before anything is done for it.
-
-    Raises:
-      InvalidRequestError: it is too long, or asks for what is not offered.
-    """
-    total = len(call.prompt) + call.params.max_tokens
-    if total > info.max_context:
-        fields = "prompt_token_ids and max_tokens"
-        raise bad_field(fields, total, f"at most {info.max_context} tokens together", "CONTEXT_TOO_LONG")
-    for field, most in (("generated", call.params.logprobs), ("prompt", call.params.prompt_logprobs)):
-        if most is not None and most > info.max_logprobs:
-            raise bad_field(f"logprobs.{field}", most, f"0 to {info.max_logprobs}")
-    if call.params.stop and not info.stop_strings:
-        accepted = "none, as there is no tokenizer here"
-        raise bad_field("stop.strings", f"{len(call.params.stop)} strings", accepted, "NOT_SUPPORTED")
 
 
 def check_id(field: str, text: str) -> None:

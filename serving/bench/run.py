@@ -12,6 +12,7 @@ from pathlib import Path
 from deepinfer_jax.cache.layout import PageLayout
 from deepinfer_jax.cache.records import StateFormat
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engine import Engine
 from deepinfer_jax.numerics import Numerics
 from serving.bench.alone import check_same, load_alone
 from serving.bench.cluster import Addresses, measured_configuration, started
@@ -145,22 +146,28 @@ def _servers(
         yield _Cluster(running, info, configuration)
 
 
+@contextlib.contextmanager
+def _alone(cluster: _Cluster, terminal: Terminal) -> Iterator[Engine]:
+    """The servers' engine in this process."""
+    engine = load_alone(cluster.configuration, terminal.note)
+    try:
+        check_same(engine, cluster.info)
+        yield engine
+    finally:
+        engine.close()
+
+
 def _measure_speed(report: Report, cluster: _Cluster, parts: Collection[str], sizes: Sizes, terminal: Terminal) -> None:
     if "overhead" in parts:
-        engine = load_alone(cluster.configuration, terminal.note)
-        try:
-            check_same(engine, cluster.info)
-            with terminal.bar(sizes.turns + 1, " turns") as step:
-                report.overhead = measure_overhead(
-                    engine,
-                    cluster.addresses,
-                    prompt=sizes.prompt,
-                    tokens=sizes.tokens,
-                    turns=sizes.turns,
-                    progress=step,
-                )
-        finally:
-            engine.close()
+        with _alone(cluster, terminal) as engine, terminal.bar(sizes.turns + 1, " turns") as step:
+            report.overhead = measure_overhead(
+                engine,
+                cluster.addresses,
+                prompt=sizes.prompt,
+                tokens=sizes.tokens,
+                turns=sizes.turns,
+                progress=step,
+            )
     if "input" in parts:
         with terminal.bar(sizes.inputs, " prompts") as step:
             report.input = measure_input(
@@ -196,20 +203,15 @@ def _measure_streams(report: Report, cluster: _Cluster, sizes: Sizes, terminal: 
     if not (cluster.info.deterministic and cluster.info.replay_mode == REPLAY_MODE_EXACT):
         report.left_out["streams"] = "as these servers do not run with engine.deterministic and replay mode exact"
         return
-    engine = load_alone(cluster.configuration, terminal.note)
-    try:
-        check_same(engine, cluster.info)
-        with terminal.bar(sizes.streams, " requests") as step:
-            report.streams = measure_streams(
-                engine,
-                cluster.gateway,
-                streams=sizes.streams,
-                prompt=sizes.stream_prompt,
-                tokens=sizes.stream_tokens,
-                progress=step,
-            )
-    finally:
-        engine.close()
+    with _alone(cluster, terminal) as engine, terminal.bar(sizes.streams, " requests") as step:
+        report.streams = measure_streams(
+            engine,
+            cluster.gateway,
+            streams=sizes.streams,
+            prompt=sizes.stream_prompt,
+            tokens=sizes.stream_tokens,
+            progress=step,
+        )
 
 
 def _released_form() -> StateFormat:

@@ -340,7 +340,7 @@ REFUSALS = [
     ({"request": {"prompt_len": 3}}, "request.prompt_len", "INVALID_FIELD"),
     ({"request": {"max_tokens": 0}}, "max_tokens", "INVALID_FIELD"),
     ({"request": {"max_tokens": 1000}}, "prompt_token_ids and max_tokens", "CONTEXT_TOO_LONG"),
-    ({"request": {"cache": {"write": False}}}, "request.cache.write", "NOT_SUPPORTED"),
+    ({"request": {"cache": {"write": False}}}, "cache.write", "NOT_SUPPORTED"),
 ]
 
 
