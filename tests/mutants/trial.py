@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from serving.proto.build import ROOT, generate
 from tests.mutants.table import Mutant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,7 +42,10 @@ class Result:
 
 
 def copy_repository(target: Path) -> None:
-    """Copy what git tracks or would track; the compilation cache is shared, so that unchanged code compiles once."""
+    """Copy what git tracks or would track, and make the protocol's modules, which it does not.
+
+    The compilation cache is shared, so that unchanged code compiles once.
+    """
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -49,6 +53,7 @@ def copy_repository(target: Path) -> None:
         if source.is_file():  # a deleted file stays listed until that is committed
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, destination)
+    generate(target / ROOT.relative_to(REPOSITORY))
     cache = REPOSITORY / COMPILATION_CACHE
     cache.mkdir(exist_ok=True)
     (target / COMPILATION_CACHE).symlink_to(cache)

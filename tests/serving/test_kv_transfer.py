@@ -38,6 +38,14 @@ def way(shared):
     return "grpc" if shared is None else "shm"
 
 
+async def outcome(fetching):
+    """The transport that brought a state, or the reason why none did."""
+    try:
+        return (await fetching).transport
+    except StateError as error:
+        return error.reason
+
+
 @ONCE
 @given(
     computed=st.integers(1, 70),
@@ -223,7 +231,7 @@ def test_a_shared_file_that_is_damaged_or_shrinks_is_left_for_pulls(tmp_path):
                 storage = growing.state._storage
                 storage._heap, storage._places = dict(growing.random.snapshot), {}
                 damage(path)
-                assert (await held.fetch(growing)).transport == "grpc"
+                assert await outcome(held.fetch(growing)) == "grpc"
                 held.leases.drop(growing.kv_id, "done")
 
     asyncio.run(run())
@@ -273,6 +281,31 @@ def test_pulls_renew_the_lease():
             now += held.leases.seconds
             held.leases.sweep()
             assert growing.state.ended == "its lease has expired"
+
+    asyncio.run(run())
+
+
+def test_every_message_of_a_pull_renews_the_lease():
+    """One that takes several leases keeps its state."""
+
+    async def run():
+        now, sent = 0.0, 0
+
+        async def slow(message, call):
+            nonlocal now, sent
+            # Of the two pulls each may send one before the other renews.
+            now, sent = now + 0.4 * held.leases.seconds, sent + 1
+            yield message
+
+        pulls = dataclasses.replace(QUICK, lanes=1, range_bytes=1 << 30)
+        async with holder(slow, settings=pulls, clock=lambda: now) as held:
+            growing = held.hold(LONG)
+            growing.finish()
+            held.leases.complete(growing.kv_id, 1000)
+            await held.fetch(growing)
+            assert sent >= 4
+            held.leases.sweep()
+            assert growing.state.ended is None
 
     asyncio.run(run())
 

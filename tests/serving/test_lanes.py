@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.lanes import Lanes
@@ -36,6 +37,7 @@ def test_the_longest_unused_are_closed_and_those_in_use_never():
                     await call(channels[1])
             # The one in use and the last one are left.
             assert len(lanes) == 2
+            assert grpc.ChannelConnectivity.SHUTDOWN not in [channel.get_state() for channel in busy]
             assert await call(busy[0])
             async with lanes.to(places[3]) as channels:
                 assert channels is kept[places[3]]

@@ -74,3 +74,4 @@ def test_a_process_logs_to_its_stream(form):
         root.setLevel(level)
     assert stream.getvalue().count("\n") == 1
     assert "this" in stream.getvalue()
+    assert "not this" not in stream.getvalue()

@@ -8,7 +8,15 @@ import grpc
 import pytest
 
 from deepinfer_jax.request import SamplingParams
-from serving.errors import InvalidRequestError, ServingError, UnavailableError, bad_field, error_of, refusal
+from serving.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    ServingError,
+    UnavailableError,
+    bad_field,
+    error_of,
+    refusal,
+)
 from serving.events import Delta
 from serving.proto.deepinfer.v1 import inference_pb2, kv_transfer_pb2, prefill_pb2, types_pb2
 from tests.serving.clusters import FINGERPRINT, ScriptedWorker, eventually, forever, gateway
@@ -193,6 +201,22 @@ def test_an_answer_goes_on_behind_its_tokens():
         assert answer.finished.receipt.failovers == 1
 
 
+def scored(first_position, count, seq=0):
+    """Log-probabilities of a prompt, which say of which position they are."""
+    scores = [-float(position) for position in range(first_position, first_position + count)]
+    message = inference_pb2.PromptLogprobs(first_position=first_position, logprobs=scores, seq=seq)
+    return inference_pb2.GenerateResponse(prompt_logprobs=message)
+
+
+def test_log_probabilities_of_a_prompt_come_once_though_two_workers_compute_them():
+    one = decode_worker("d1", [STARTED, scored(1, 15), GONE])
+    two = decode_worker("d2", [STARTED, scored(1, 20), scored(21, 9, 1), tokens(5, 6, 7, 8, seq=2), ended("d2")])
+    two.load.queued_requests = 1
+    answer = ask(one, two, params=dataclasses.replace(PARAMS, prompt_logprobs=0))
+    assert [entry.logprob for entry in answer.prompt_logprobs] == [-float(place) for place in range(1, len(PROMPT))]
+    assert answer.tokens == (5, 6, 7, 8)
+
+
 def test_an_answer_waits_for_its_only_worker():
     decode = decode_worker("d", [*WHOLE[:2], GONE], [GONE], [STARTED, tokens(8), ended("d")])
     answer = ask(prefill_worker("p"), decode, attempts=6)
@@ -284,7 +308,7 @@ def test_an_end_from_outside_ends_everything_at_every_stage(stage, way):
         await eventually(lambda: stage == "queued" or decode.generated)
         if way == "cancel":
             reading.cancel()
-        with pytest.raises(asyncio.CancelledError if way == "cancel" else ServingError):
+        with pytest.raises(asyncio.CancelledError if way == "cancel" else DeadlineError):
             await reading
         await eventually(lambda: not gate.server.guard.running)
         await gate.service.close()

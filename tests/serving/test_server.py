@@ -208,7 +208,7 @@ def test_a_draining_server_refuses_new_work_and_ends_what_runs():
             for message in WHOLE:
                 await call.write(message)
 
-        service = ScriptedService(held)
+        service = ScriptedService(held, WHOLE)
         async with started(service) as (server, target):
             once = RetryPolicy(attempts=1)
             async with AsyncClient(target, retries=once) as client:

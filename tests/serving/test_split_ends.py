@@ -5,6 +5,7 @@ Two workers over tiny f32 engines with compact decoder replay. Every test ends b
 
 import asyncio
 import dataclasses
+import math
 import time
 
 import grpc
@@ -29,6 +30,7 @@ from serving.request_messages import generate_message
 from serving.status import error_from
 from tests.deepinfer_jax.test_engine_machine import alone, stream
 from tests.running_engines import KEEP, encoder
+from tests.serving.clusters import Throttle
 from tests.serving.split_workers import ENCODER_ONLY, FULL, HoldingSettings, split
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -220,17 +222,14 @@ def test_deadlines_reach_both_workers():
 def test_releasing_ends_a_computation_and_a_state():
     async def run():
         async with split("f32", "compact") as workers:
-            release_engine, holding = await hold_engine(workers, workers.prefill_engine)
+            throttle = await workers.prefill_engine.call(Throttle)
+            throttle.allow(0)
             prompt = workers.begin(CALL)
-            while not len(workers.worker.leases):
-                await asyncio.sleep(0.001)
-            release_engine.set()
-            await holding
             handle = (await workers.next(prompt)).accepted.kv
-            # Perhaps it was quicker.
-            if await workers.release(handle.kv_id) and len(workers.worker.leases):
-                with pytest.raises(CallCancelledError):
-                    await drain(prompt)
+            assert await workers.release(handle.kv_id)
+            throttle.allow(math.inf)
+            with pytest.raises(CallCancelledError):
+                await drain(prompt)
             handle, _ = await handle_of(workers, CALL)
             assert await workers.release(handle.kv_id)
             assert not await workers.release(handle.kv_id)
@@ -326,10 +325,10 @@ def test_a_prompt_that_is_computed_at_once_is_accepted_first():
 
             engine.stream = late
             events = [event async for event in workers.begin(CALL)]
+            assert [event.WhichOneof("event") for event in events] == ["accepted", "done"]
             assert await workers.release(events[0].accepted.kv.kv_id)
-            return [event.WhichOneof("event") for event in events]
 
-    assert asyncio.run(run()) == ["accepted", "done"]
+    asyncio.run(run())
 
 
 REFUSALS = [
