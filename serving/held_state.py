@@ -21,8 +21,9 @@ from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint
 
 _log = logging.getLogger("serving.kv")
 
-# So that the first pages can go while later ones are sealed, and an end is noticed soon.
-_BLOCKS_AT_ONCE = 32
+# So that the first pages of a prompt that a cache has are read and checked while later ones are sealed, and an end is
+# noticed soon.
+_BLOCKS_AT_ONCE = 8
 
 
 @runtime_checkable

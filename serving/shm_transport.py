@@ -111,7 +111,8 @@ class _GrowingFile:
             self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise TransportError("KV_EXPIRED", f"the file of the state cannot be opened: {error.strerror}") from error
-        self._buffer = _large_buffer(plan.most_bytes)
+        # Memory that is not cleared first, and that is warm where the allocator keeps what was given back.
+        self._buffer = memoryview(np.empty(plan.most_bytes, np.uint8))
 
     @property
     def complete(self) -> bool:
@@ -165,8 +166,3 @@ def _stated(section: PlannedSection, content: memoryview) -> int:
     if not section.least <= stated <= section.most:
         raise TransportError("KV_DAMAGED", f"{section.name} cannot have {stated} bytes")
     return stated
-
-
-def _large_buffer(size: int) -> memoryview:
-    """Memory that is not cleared first, and that is warm where the allocator keeps what was given back."""
-    return memoryview(np.empty(size, np.uint8))

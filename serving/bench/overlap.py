@@ -1,8 +1,8 @@
 """Whether the state of a long prompt travels while the prompt is computed.
 
-A prompt goes to a prefill worker, and its handle to a decode worker: in one kind of turn at once, so that pages travel
-while later ones are computed, in the other when the state is complete. What the decode worker writes into its receipt
-is compared.
+A prompt goes to a prefill worker, and its handle to a decode worker at once, so that pages travel while later ones are
+computed. Then the same prompt goes there again: the worker has its pages, runs the last tokens in one step and hands
+over everything behind it. What the decode worker writes into its receipts is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from serving.bench.seals import seal_seconds
 from serving.bench.turn import greedy, random_prompt
 from serving.channels import RetryPolicy, open_channel
 from serving.client import Client
@@ -31,15 +30,15 @@ _SCHEMES = {"shm": "shm://", "grpc": "grpc"}
 
 @dataclasses.dataclass(frozen=True)
 class OverlapFigures:
-    """A hand-over of ``prompt`` tokens; medians of ``turns`` turns of each kind. Seconds end when the state is checked.
+    """A hand-over of ``prompt`` tokens; medians of ``turns`` turns.
 
     Attributes:
         transport: grpc or shm.
         bytes: of the state.
         outstanding_bytes: of these, what had not arrived when the last chunk of the prompt was computed.
-        exposed_seconds: of the hand-over, behind that moment; its sections are made in it.
-        fetch_seconds: of a hand-over that begins when all sections are made.
-        sealing_seconds: of making as many bytes of sections in one thread, which one without overlap does first.
+        exposed_seconds: from that moment until the state was checked.
+        whole_seconds: the same where everything had still to be read from the device then, sealed, sent and checked;
+            None if the servers do not compute the end of a prompt that they know in one step.
     """
 
     transport: str
@@ -48,8 +47,7 @@ class OverlapFigures:
     bytes: int
     outstanding_bytes: float
     exposed_seconds: float
-    fetch_seconds: float
-    sealing_seconds: float
+    whole_seconds: float | None
 
     @property
     def outstanding_share(self) -> float:
@@ -57,14 +55,9 @@ class OverlapFigures:
         return self.outstanding_bytes / self.bytes
 
     @property
-    def exposed_share(self) -> float:
+    def exposed_share(self) -> float | None:
         """Of a whole hand-over."""
-        return self.exposed_seconds / self.whole_seconds
-
-    @property
-    def whole_seconds(self) -> float:
-        """Of a hand-over that begins when the prompt is computed; what comes from the device is not counted."""
-        return self.fetch_seconds + self.sealing_seconds
+        return None if self.whole_seconds is None else self.exposed_seconds / self.whole_seconds
 
 
 def measure_overlap(
@@ -92,48 +85,41 @@ def measure_overlap(
     with _Workers(prefill, decode) as workers:
         for _ in range(turns):
             for transport in transports:
-                for kind, early in enumerate((True, False)):
-                    receipt = workers.hand_over(random_prompt(random, vocabulary, prompt), transport, early=early)
+                tokens = random_prompt(random, vocabulary, prompt)
+                for kind in range(2):
+                    receipt = workers.hand_over(tokens, transport)
                     if receipt is not None:
                         found.setdefault(transport, ([], []))[kind].append(receipt)
                     progress()
-    figures = [
-        overlap_of(transport, prompt, *kinds, _sealing_seconds(kinds[0], turns)) for transport, kinds in found.items()
-    ]
+    figures = [overlap_of(transport, prompt, *kinds) for transport, kinds in found.items()]
     return [one for one in figures if one is not None]
 
 
 def overlap_of(
-    transport: str,
-    prompt: int,
-    early: Sequence[ServedReceipt],
-    late: Sequence[ServedReceipt],
-    sealing_seconds: float,
+    transport: str, prompt: int, fresh: Sequence[ServedReceipt], known: Sequence[ServedReceipt]
 ) -> OverlapFigures | None:
-    """Figures of receipts: of hand-overs that began with the computation, and of those that began behind it.
-
-    ``sealing_seconds``: of all sections.
+    """Figures of receipts: of prompts that were computed, and of the same once more.
 
     None where no receipt of the former says when the last token was computed.
     """
-    # The word when the last token was computed may have come too late.
-    known = [(receipt.exposed_bytes, seconds) for receipt in early if (seconds := receipt.timing.exposed_transfer)]
-    if not known:
+    exposed, whole = _exposed(fresh), [pair for pair in _exposed(known) if pair[0] == known[0].handed_over_bytes]
+    if not exposed:
         return None
     return OverlapFigures(
         transport=transport,
         prompt=prompt,
-        turns=len(known),
-        bytes=early[0].handed_over_bytes,
-        outstanding_bytes=float(statistics.median(size for size, _ in known)),
-        exposed_seconds=statistics.median(seconds for _, seconds in known),
-        fetch_seconds=statistics.median(receipt.timing.transfer or 0.0 for receipt in late),
-        sealing_seconds=sealing_seconds,
+        turns=len(exposed),
+        bytes=fresh[0].handed_over_bytes,
+        outstanding_bytes=float(statistics.median(size for size, _ in exposed)),
+        exposed_seconds=statistics.median(seconds for _, seconds in exposed),
+        whole_seconds=statistics.median(seconds for _, seconds in whole) if whole else None,
     )
 
 
-def _sealing_seconds(receipts: Sequence[ServedReceipt], turns: int) -> float:
-    return statistics.median(seal_seconds(receipts[0].handed_over_bytes)[0] for _ in range(turns))
+def _exposed(receipts: Sequence[ServedReceipt]) -> list[tuple[int, float]]:
+    """Bytes and seconds behind the last token of those hand-overs of which they are known."""
+    # The word when the last token was computed may have come too late.
+    return [(one.exposed_bytes, seconds) for one in receipts if (seconds := one.timing.exposed_transfer)]
 
 
 class _Workers:
@@ -153,23 +139,22 @@ class _Workers:
         self._decode.close()
         self._thread.shutdown()
 
-    def hand_over(self, prompt: tuple[int, ...], transport: str, *, early: bool) -> ServedReceipt | None:
+    def hand_over(self, prompt: tuple[int, ...], transport: str) -> ServedReceipt | None:
         """The receipt of an answer whose state was handed over; None where the workers do not have the transport."""
-        call = GenerateCall(prompt, greedy(2), read_cache=False)
+        call = GenerateCall(prompt, greedy(2))
         request = prefill_pb2.PrefillRequest(request=generate_message(call), mode=types_pb2.PREFILL_MODE_FULL)
         events = self._prefill.Prefill(request, timeout=_ANSWER_SECONDS)
         try:
             handle = _by(next(events).accepted.kv, transport)
             if handle is None:
                 return None
-            if early:
-                answering = self._thread.submit(self._answer, prompt, handle)
+            answering = self._thread.submit(self._answer, prompt, handle)
             for _ in events:
                 continue
         finally:
             # Without effect where it has ended.
             events.cancel()
-        return answering.result() if early else self._answer(prompt, handle)
+        return answering.result()
 
     def _answer(self, prompt: tuple[int, ...], handle: KvHandle) -> ServedReceipt:
         return self._decode.complete(prompt, greedy(2), kv=handle).finished.receipt

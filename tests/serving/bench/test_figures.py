@@ -60,16 +60,22 @@ def test_input_is_counted_with_and_without_hits():
     assert (figures.with_hits, figures.without_hits) == (200, 65)
 
 
-def test_overlap_compares_what_was_exposed_with_a_hand_over_that_began_late():
-    early = [
+def test_overlap_compares_what_was_exposed_with_all_of_it():
+    fresh = [
         receipt(exposed_bytes=size, transfer=9.0, exposed_transfer=seconds)
         for size, seconds in ((100, 0.2), (300, 0.3), (200, 0.1))
     ]
-    early.append(receipt(exposed_bytes=0, transfer=9.0))
-    late = [receipt(exposed_bytes=1000, transfer=seconds, exposed_transfer=seconds) for seconds in (0.5, 0.8, 3.0)]
-    figures = overlap_of("shm", 4000, early, late, 0.2)
+    fresh.append(receipt(exposed_bytes=0, transfer=9.0))
+    known = [receipt(exposed_bytes=1000, transfer=9.0, exposed_transfer=seconds) for seconds in (0.5, 1.0, 3.0)]
+    figures = overlap_of("shm", 4000, fresh, known)
     assert (figures.outstanding_share, figures.exposed_share) == (0.2, pytest.approx(0.2))
     assert (figures.turns, figures.bytes, figures.whole_seconds) == (3, 1000, 1.0)
+
+
+def test_a_known_prompt_of_which_something_travelled_early_is_no_whole_hand_over():
+    fresh = [receipt(exposed_bytes=100, exposed_transfer=0.2)]
+    figures = overlap_of("shm", 4000, fresh, [receipt(exposed_bytes=999, exposed_transfer=0.5)])
+    assert (figures.whole_seconds, figures.exposed_share) == (None, None)
 
 
 def test_shares_are_of_the_bare_streams():
@@ -84,9 +90,8 @@ def test_streams_are_equal_when_all_are():
 def full_report():
     alone = [turn(0.1, 0.01)] * 2
     overhead = OverheadFigures(16, 5, 2, Spread(100.0, 100.0), Spread(1e4, 1e4), (compare("gateway", alone, alone),))
-    overlap = [
-        overlap_of("grpc", 4000, [receipt(exposed_bytes=10, exposed_transfer=0.1)], [receipt(transfer=0.4)], 0.1)
-    ]
+    kinds = [[receipt(exposed_bytes=size, exposed_transfer=seconds)] for size, seconds in ((10, 0.1), (1000, 0.5))]
+    overlap = [overlap_of("grpc", 4000, *kinds)]
     return Report("m", "wide", overhead, InputFigures(4, 90, 10, 2, 400, 270, 2.0), overlap, TRANSFER, STREAMS)
 
 
