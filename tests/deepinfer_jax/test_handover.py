@@ -93,7 +93,9 @@ def test_two_engines_answer_like_one(numerics: str, decoder: str, drawn: list, w
     assert other.metrics.value("recompiles_total") == 0
 
 
-@pytest.mark.parametrize(("numerics", "half"), [("f32", True), ("f32", False), ("f32q", True)])
+@pytest.mark.parametrize(
+    ("numerics", "half"), [("f32", True), ("f32", False), pytest.param("f32q", True, marks=pytest.mark.slow)]
+)
 @settings(max_examples=6, phases=[Phase.generate])
 @given(
     drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(KEEP + 1, 70), DRAWN), min_size=1, max_size=5),

@@ -148,7 +148,9 @@ def used_sender(numerics: str) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("numerics", ["f32", "bf16", "f32q", pytest.param("released", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "numerics", ["f32", "f32q", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "released"))]
+)
 @settings(max_examples=5)
 @given(cut=st.integers(1, LENGTH - 2), more=st.integers(1, 40))
 @example(cut=1, more=1)

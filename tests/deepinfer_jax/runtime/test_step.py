@@ -115,7 +115,9 @@ def schedules(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return steps
 
 
-@pytest.mark.parametrize("numerics", ["f32", pytest.param("f32q", marks=pytest.mark.slow), "bf16", "released"])
+@pytest.mark.parametrize(
+    "numerics", ["f32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("f32q", "bf16")), "released"]
+)
 @settings(max_examples=8)
 @given(schedule=schedules(), seed=st.integers(0, 99))
 def test_any_chunking_beside_any_neighbours_is_bit_equal(
