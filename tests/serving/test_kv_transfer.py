@@ -170,7 +170,7 @@ def test_streams_that_fail_now_and_then_are_made_good(name):
         async with holder(some(fault, lambda number: number in faults), settings=pulls) as held:
             growing = held.hold(LONG)
             growing.finish()
-            await held.fetch(growing)
+            assert await outcome(held.fetch(growing)) == "grpc"
             pulls, held.service.tamper = held.service.counts.pulls, untouched
             await held.fetch(growing)
             # Some were asked for again.
@@ -302,7 +302,7 @@ def test_every_message_of_a_pull_renews_the_lease():
             growing = held.hold(LONG)
             growing.finish()
             held.leases.complete(growing.kv_id, 1000)
-            await held.fetch(growing)
+            assert await outcome(held.fetch(growing)) == "grpc"
             assert sent >= 4
             held.leases.sweep()
             assert growing.state.ended is None

@@ -20,6 +20,7 @@ from serving.errors import (
 from serving.events import Delta
 from serving.proto.deepinfer.v1 import inference_pb2, kv_transfer_pb2, prefill_pb2, types_pb2
 from tests.serving.clusters import FINGERPRINT, ScriptedWorker, eventually, forever, gateway
+from tests.serving.random_requests import tokenizer
 
 PROMPT = tuple(range(3, 33))
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -69,6 +70,8 @@ async def served(workers, work, **settings):
         result = await work(gate)
         await eventually(lambda: not gate.server.guard.running)
         await gate.service.close()
+        # Before the connections end, which would end every call.
+        await eventually(lambda: not any(worker.running for worker in workers))
         return result
 
 
@@ -201,6 +204,59 @@ def test_an_answer_goes_on_behind_its_tokens():
         assert answer.finished.receipt.failovers == 1
 
 
+def until_aborted(worker):
+    """A turn's step that waits until a worker is asked to end an answer."""
+
+    async def wait(call):
+        await eventually(lambda: worker.aborted)
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [[STARTED, tokens(5), tokens(6, seq=1), tokens(7, 8, seq=2)]],
+        [[STARTED, tokens(5, 6), GONE], [STARTED, tokens(7, 8)]],
+    ],
+    ids=["messages", "workers"],
+)
+def test_a_stop_string_is_found_across_messages_and_workers(turns):
+    *_, last = workers = [decode_worker(f"d{place}", [*turn]) for place, turn in enumerate(turns)]
+    last._generate[0] += [until_aborted(last), ended("d")]
+    last.load.queued_requests = len(workers) - 1
+    stop = tokenizer().decode((6, 7))
+    answer = ask(*workers, params=dataclasses.replace(PARAMS, stop=(stop,)), tokenizer=tokenizer())
+    assert (answer.tokens, answer.finished.reason, answer.finished.matched) == ((5, 6, 7), "stop", stop)
+    assert [list(worker.generated[0].stop.strings) for worker in workers] == [[]] * len(workers)
+
+
+def test_an_answer_does_not_go_on_with_other_weights():
+    leave = asyncio.Event()
+
+    async def until_left(call):
+        await leave.wait()
+
+    one = decode_worker("d1", [*WHOLE[:2], until_left, GONE], [GONE])
+    other = decode_worker("d2", [STARTED, tokens(5, 6, 7, 8), ended("d2")])
+    other.info.fingerprint, other.load.draining = "1" * 64, True
+
+    async def work(gate):
+        events = gate.client.generate(PROMPT, PARAMS)
+        while not isinstance(await anext(events), Delta):
+            continue
+        one.load.draining, other.load.draining = True, False
+        await eventually(lambda: [worker.name for worker in gate.workers.decoders()] == ["d2"])
+        leave.set()
+        with pytest.raises(UnavailableError, match="the connection broke"):
+            _ = [event async for event in events]
+        assert other.generated == []
+        # What begins is another matter.
+        return await gate.client.complete(PROMPT, PARAMS)
+
+    assert asyncio.run(served((one, other), work)).tokens == (5, 6, 7, 8)
+
+
 def scored(first_position, count, seq=0):
     """Log-probabilities of a prompt, which say of which position they are."""
     scores = [-float(position) for position in range(first_position, first_position + count)]
@@ -316,7 +372,6 @@ def test_an_end_from_outside_ends_everything_at_every_stage(stage, way):
         assert counts == [0, 0]
 
     asyncio.run(served((prefill, decode), work))
-    asyncio.run(asyncio.sleep(0))
     assert prefill.cancelled == (stage in ("queued", "computing"))
     assert decode.cancelled == (stage != "queued")
     # Where the answer had begun, its state had arrived.

@@ -17,6 +17,7 @@ from serving.errors import (
     OverloadedError,
     ServerFaultError,
     UnavailableError,
+    refusal,
 )
 from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
 from serving.served_call import REQUEST_ID
@@ -73,6 +74,16 @@ def test_what_nobody_foresaw_is_logged_and_tells_nothing(caplog):
     failed = next(record for record in caplog.records if record.levelno == logging.ERROR)
     assert failed.request_id == error.metadata["request_id"]
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(("reason", "delay"), [("DRAINING", "1000"), ("BAD_TOKEN_ID", None)])
+def test_what_may_be_tried_again_tells_clients_of_grpc_when(reason, delay):
+    """In the trailer that their own retries read."""
+    with in_thread(ScriptedService([refusal(reason, "so it is")])) as target, grpc.insecure_channel(target) as channel:
+        call = channel.unary_stream(GENERATE)(REQUEST.SerializeToString(), timeout=10.0)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert dict(call.trailing_metadata()).get("grpc-retry-pushback-ms") == delay
 
 
 @pytest.mark.parametrize("given", ["mine", "a" * 128])
