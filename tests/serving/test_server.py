@@ -23,6 +23,7 @@ from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
 from serving.served_call import REQUEST_ID
 from serving.server import Server
 from serving.status import error_from
+from tests.serving.clusters import eventually
 from tests.serving.servers import NAME, ScriptedService, in_thread, messages, raw_stream, raw_unary, started
 
 GENERATE = f"/{NAME}/Generate"
@@ -238,6 +239,31 @@ def test_a_draining_server_refuses_new_work_and_ends_what_runs():
     error, answer = asyncio.run(drain())
     assert (error.reason, error.retry_after) == ("DRAINING", 1.0)
     assert answer.finished.reason == "stop"
+
+
+def test_a_server_is_idle_once_all_its_calls_have_ended():
+    async def end():
+        releases = [asyncio.Event() for _ in range(2)]
+        waiting = iter(releases)
+
+        async def held(call):
+            await next(waiting).wait()
+
+        service = ScriptedService(held)
+        async with started(service) as (server, target), grpc.aio.insecure_channel(target) as channel:
+            stub = channel.unary_stream(GENERATE)
+            calls = [stub(REQUEST.SerializeToString(), timeout=60.0) for _ in releases]
+            await eventually(lambda: server.guard.running == 2)
+            idle = asyncio.create_task(server.guard.idle())
+            releases[0].set()
+            await eventually(lambda: server.guard.running == 1)
+            await asyncio.sleep(0)
+            assert not idle.done()
+            releases[1].set()
+            await idle
+            assert [await call.read() for call in calls] == [grpc.aio.EOF] * 2
+
+    asyncio.run(end())
 
 
 def test_what_outlives_the_grace_is_cut_off():

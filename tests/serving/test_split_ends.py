@@ -17,6 +17,7 @@ from serving.errors import (
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
+    ServingError,
     StateError,
     UnavailableError,
 )
@@ -50,12 +51,13 @@ class Gate:
     def __init__(self, transports):
         self.name, self._transports = "gate", transports
         self.waiting, self.opened = asyncio.Event(), asyncio.Event()
-        self.failure = None
+        self.failure = self.progress = None
 
     def reaches(self, endpoint):
         return any(transport.reaches(endpoint) for transport in self._transports)
 
     async def fetch(self, handle, endpoint, plan, *, deadline, progress):
+        self.progress = progress
         self.waiting.set()
         await self.opened.wait()
         if self.failure is not None:
@@ -328,7 +330,7 @@ def test_there_is_room_for_so_many_bytes_on_their_way():
             handles = [(await handle_of(workers, CALL))[0] for _ in range(2)]
             answer = workers.go_on(CALL, handles[0])
             await gates[0].waiting.wait()
-            with pytest.raises(OverloadedError) as refused:
+            with pytest.raises(ServingError) as refused:
                 await workers.collect(workers.go_on(CALL, handles[1], seconds=5.0), CALL)
             assert (refused.value.reason, refused.value.retry_after) == ("KV_POOL_EXHAUSTED", 1.0)
             assert len(workers.worker.leases) == 2
@@ -377,6 +379,10 @@ def test_events_of_a_prompt_say_what_there_is():
             assert (accepted.kv_id, accepted.pages, accepted.computed_tokens) == (handle.kv_id, 4, 50)
             assert accepted.bytes >= handle.bytes > 0
             assert [endpoint.uri for endpoint in handle.endpoints] == [accepted.endpoints[0].uri]
+            # One that is computed is held for the call's time and a lease, and then for a lease.
+            now = time.time()
+            assert now < handle.lease_expires.ToNanoseconds() / 1e9 <= now + workers.worker.leases.seconds
+            assert accepted.lease_expires.ToNanoseconds() > handle.lease_expires.ToNanoseconds()
             assert (handle.worker, handle.mode, len(handle.fingerprint)) == ("prefill", 1, 64)
             told = [event.progress.computed_tokens for event in events if event.HasField("progress")]
             assert told == sorted(set(told))
@@ -510,7 +516,13 @@ def test_load_counts_what_is_held_and_what_is_to_come():
             answer = workers.go_on(CALL, handle)
             await gates[0].waiting.wait()
             load = await workers.inference.GetLoad(inference_pb2.GetLoadRequest(), timeout=9)
-            assert load.shards[0].read_backlog_bytes >= handle.bytes
+            backlog = load.shards[0].read_backlog_bytes
+            assert backlog >= handle.bytes
+            # What has come is none any more.
+            gates[0].progress.add(1000)
+            load = await workers.inference.GetLoad(inference_pb2.GetLoadRequest(), timeout=9)
+            assert load.shards[0].read_backlog_bytes == backlog - 1000
+            gates[0].progress.restart()
             assert (len(workers.worker.leases), workers.worker.leases.tokens) == (1, 60)
             gates[0].opened.set()
             await workers.collect(answer, CALL)
