@@ -21,7 +21,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The first example of a property pays for compilation; the same examples run everywhere, campaigns choose their own.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+# One failure at a time: several would come as a group, which says less than each of them.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, report_multiple_bugs=False)
 hypothesis.settings.load_profile("suite")
 
 

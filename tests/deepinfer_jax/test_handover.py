@@ -93,6 +93,15 @@ def test_two_engines_answer_like_one(numerics: str, decoder: str, drawn: list, w
     assert other.metrics.value("recompiles_total") == 0
 
 
+def test_blocks_are_handed_over_once_they_are_full() -> None:
+    """Tiles are half a block here, and two prompts take turns: every second step of one ends inside a block."""
+    requests = [Request(stream(seed)[:length], GREEDY) for seed, length in ((0, 61), (1, 58))]
+    expected = [alone("f32", "off", request)[0] for request in requests]
+    begun = prefill(fresh_engine("f32", build=receiver), requests)
+    for answer, wanted in zip(decode(fresh_engine("f32"), requests, begun), expected, strict=True):
+        assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+
+
 @pytest.mark.parametrize(
     ("numerics", "half"), [("f32", True), ("f32", False), pytest.param("f32q", True, marks=pytest.mark.slow)]
 )
@@ -120,15 +129,18 @@ def test_an_encoder_and_an_engine_answer_like_one_engine(numerics: str, half: bo
 
 
 def test_an_encoder_continues_prefix_hits_of_its_own() -> None:
-    sender = fresh_engine("f32", "compact", build=encoder)
-    requests = [Request((*stream(0)[:49], *stream(more)[:21]), GREEDY) for more in (5, 6)]
+    """Only up to the rows that run elsewhere, though a longer prompt has left blocks of those too."""
+    sender, hits = fresh_engine("f32", "compact", build=encoder), []
+    prompts = [(*stream(0)[:49], *stream(more)[:21]) for more in (5, 6)] + [stream(0)[:90], stream(0)[:70]]
+    requests = [Request(prompt, GREEDY) for prompt in prompts]
     expected = [alone("f32", "compact", request)[0] for request in requests]
     for request, wanted in zip(requests, expected, strict=True):
         begun = prefill(sender, [request], encoder_only=True)
         (answer,) = decode(fresh_engine("f32", "compact", build=receiver), [request], begun)
         assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
-    # Whole blocks of the 50 tokens that are run here.
-    assert begun[0][0].last.receipt.hit_tokens == 48
+        hits.append(begun[0][0].last.receipt.hit_tokens)
+    # Whole blocks of the 50 tokens that are run here, or of the 49 that are shared.
+    assert hits == [0, 48, 48, 48]
 
 
 def test_encoders_refuse_what_they_cannot_do() -> None:

@@ -195,7 +195,7 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServicer, prefill_pb2_grpc.Pref
         )
         self.load = inference_pb2.Load(shards=[inference_pb2.ShardLoad(slots=8, pages=1000)])
         self.generated, self.prefilled, self.released, self.aborted = [], [], [], []
-        self.cancelled = 0
+        self.cancelled = self.running = 0
 
     def services(self):
         return (
@@ -232,6 +232,7 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServicer, prefill_pb2_grpc.Pref
 
     async def _play(self, turns, call):
         turn = turns.pop(0) if len(turns) > 1 else turns[0]
+        self.running += 1
         try:
             for step in turn:
                 if isinstance(step, Exception):
@@ -243,6 +244,8 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServicer, prefill_pb2_grpc.Pref
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            self.running -= 1
 
 
 async def forever(call):

@@ -193,13 +193,13 @@ PREFILL = {f"request.{path}": values for path, values in GENERATE.items()} | {
     "mode": [0, 2, 3, -1],
     "request.prompt_len": [0, 1, 19, 21, MOST],
 }
-_RANGES = {f"{name}.{end}": values for name in ("pages", "layers") for end, values in (("first", [MOST]), ("stop", []))}
 PULL = {
     "kv_id": ["", "a b", "a" * HUGE],
     "fingerprint": ["", "0" * 63, "G" * 64],
     "parts": [[9], [-1], [1, 2, 0]],
     "groups": [[MOST], [0, 99]],
-    **_RANGES,
+    "pages.first": [MOST],
+    "layers.first": [MOST],
     "resume.section": ["", "a", "a" * HUGE],
     "resume.offset": [2**63, 2**64 - 1],
     "chunk_bytes": [0, 1, 65_535, 2_097_153, MOST],
@@ -217,7 +217,7 @@ SPOILED = {
     "/deepinfer.v1.Prefill/ReleaseKv": ({"kv_id": IDS}, set()),
     "/deepinfer.v1.KvTransfer/Describe": ({"kv_id": IDS}, set()),
     # A range that ends beyond what there is ends there.
-    "/deepinfer.v1.KvTransfer/Pull": (PULL, {"sums"}),
+    "/deepinfer.v1.KvTransfer/Pull": (PULL, {"sums", "pages.stop", "layers.stop"}),
     # Nothing is offered where no transfer engine runs; the scenarios of tests/serving/jax_scenarios.py have one.
     "/deepinfer.v1.KvTransfer/Offer": (OFFER, {"taken"}),
 }

@@ -19,19 +19,22 @@ class ScriptedService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, *turns):
         self.turns = list(turns)
         self.calls = []
-        self.cancelled = 0
+        self.cancelled = self.running = 0
 
     def service(self):
         return Service(NAME, self, inference_pb2_grpc.add_InferenceServicer_to_server, ("Generate",))
 
     async def Generate(self, request, call):
         self.calls.append((request, call))
+        self.running += 1
         turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
         try:
             await (turn(call) if callable(turn) else _play(turn, call))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            self.running -= 1
 
 
 async def _play(turn, call):

@@ -9,6 +9,7 @@ import grpc
 from deepinfer_jax.async_engine import AsyncEngine
 from deepinfer_jax.request import Logprob
 from serving.answer_stream import AnswerReader
+from serving.arrivals import DEFAULT_MOST_BYTES
 from serving.event_messages import delta_event, finished_event
 from serving.events import Collector, Finished
 from serving.generate_call import GenerateCall
@@ -159,16 +160,19 @@ async def split(
     pulls=PULLS,
     changes=lambda transports: transports,
     wrap=lambda services: services,
+    decoding=None,
+    arriving_bytes=DEFAULT_MOST_BYTES,
     **more,
 ):
     """Two workers, which hold nothing at the end.
 
     ``shared``: directory of shared files; ``changes`` may replace transports, ``wrap`` what the prefill worker serves.
+    ``decoding``: changed settings of the decode worker's engine; ``arriving_bytes``: of states on their way to it.
     """
     first = fresh_engine(numerics, decoder, build=sender, **more)
-    second = fresh_engine(numerics, decoder, build=receiver)
+    second = fresh_engine(numerics, decoder, build=receiver, **(decoding or {}))
     holding = dataclasses.replace(holding or HoldingSettings(), shared=shared)
-    taking = ReceivingSettings(pulls=pulls, shared=shared)
+    taking = ReceivingSettings(pulls=pulls, most_bytes=arriving_bytes, shared=shared)
     with AsyncEngine(first) as prefill_engine, AsyncEngine(second) as decode_engine:
         info = describe(first, worker="prefill", role="prefill")
         worker = PrefillWorker(prefill_engine, first.config, first.settings, info, holding)

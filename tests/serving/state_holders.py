@@ -56,17 +56,18 @@ class Growing:
         full = self.random.plan.computed // FORM.layout.block_tokens
         count = min(count, full - self.given)
         if count:
-            self.state.handover.add([self._blocks(self.given, self.given + count)], count, 0)
+            self.state.handover.add([self.blocks(self.given, self.given + count)], count, 0)
             self.given += count
 
     def finish(self):
         """Let the engine add everything else."""
         blocks = FORM.layout.blocks_for(self.random.plan.computed)
-        rest = [self._blocks(self.given, blocks)] if self.given < blocks else []
+        rest = [self.blocks(self.given, blocks)] if self.given < blocks else []
         self.state.handover.complete(rest, blocks - self.given, self.random.meta, self.random.slot)
         self.given = blocks
 
-    def _blocks(self, first, stop):
+    def blocks(self, first, stop):
+        """Some of the blocks as an engine reads them."""
         at = slice(first, stop)
         return BlockPlanes(take_rows(self.random.blocks.main, at), take_rows(self.random.blocks.index, at))
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepinfer_jax.request import Logprob, Receipt
@@ -120,6 +120,8 @@ def test_without_a_breach_the_same_stream_passes():
 
 
 @given(st.lists(st.sampled_from([START, END, delta(0), delta(1), scores(0)]), max_size=5))
+@example([START, END])
+@example([START, scores(0), delta(1), END])
 def test_a_stream_that_passes_has_one_start_and_one_end_and_counts(script):
     try:
         events = read(messages(*script))

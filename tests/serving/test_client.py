@@ -5,6 +5,8 @@ import contextlib
 
 import grpc
 import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
 
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.request import SamplingParams
@@ -20,6 +22,7 @@ from serving.errors import (
     refusal,
 )
 from serving.events import Delta, Finished, Started
+from tests.serving.clusters import eventually
 from tests.serving.servers import ScriptedService, in_thread, messages, started
 
 START, END = {"started": {"prompt_tokens": 1}}, {"finished": {"reason": 2, "completion_tokens": 2}}
@@ -28,23 +31,51 @@ WHOLE = messages(START, TOKENS, END)
 QUICK = RetryPolicy(first_delay=0.01)
 
 
+class Collect:
+    """Plays a script to one of the clients: gives its events and the service, or raises its error.
+
+    Attributes:
+        service: of the last script.
+        cancelled: how many of its calls were cancelled before client and server ended, which would end all of them.
+    """
+
+    def __init__(self, client):
+        self._blocking = client == "blocking"
+        self.service, self.cancelled = None, 0
+
+    def __call__(self, *turns, retries=QUICK, **settings):
+        self.service = ScriptedService(*turns)
+        collect = self._in_thread if self._blocking else self._here
+        return collect(retries, settings), self.service
+
+    def _in_thread(self, retries, settings):
+        with in_thread(self.service) as target, Client(target, retries=retries) as client:
+            try:
+                return list(client.generate((1,), **settings))
+            finally:
+                until(lambda: not self.service.running)
+                self.cancelled = self.service.cancelled
+
+    def _here(self, retries, settings):
+        async def run():
+            async with started(self.service) as (_, target), AsyncClient(target, retries=retries) as client:
+                try:
+                    return [event async for event in client.generate((1,), **settings)]
+                finally:
+                    await eventually(lambda: not self.service.running)
+                    self.cancelled = self.service.cancelled
+
+        return asyncio.run(run())
+
+
 @pytest.fixture(params=["blocking", "asyncio"])
 def collect(request):
-    """Play a script to one of the clients: its events, or the error, and the service afterwards."""
+    return Collect(request.param)
 
-    def run(*turns, retries=QUICK, **settings):
-        service = ScriptedService(*turns)
-        if request.param == "blocking":
-            with in_thread(service) as target, Client(target, retries=retries) as client:
-                return list(client.generate((1,), **settings)), service
 
-        async def both():
-            async with started(service) as (_, target), AsyncClient(target, retries=retries) as client:
-                return [event async for event in client.generate((1,), **settings)], service
-
-        return asyncio.run(both())
-
-    return run
+def until(condition):
+    """Wait for a condition in this thread; it fails if that takes long."""
+    asyncio.run(eventually(condition))
 
 
 def test_events_come_in_order(collect):
@@ -99,23 +130,17 @@ def test_unavailable_before_the_start_is_tried_again(collect):
     assert [type(event) for event in events] == [Started, Delta, Finished]
 
 
-def test_attempts_are_counted(collect):
-    with pytest.raises(UnavailableError):
-        collect([unavailable()], retries=RetryPolicy(attempts=2, first_delay=0.01))
-
-
 @pytest.mark.parametrize("attempts", [1, 2, 3])
-def test_no_more_attempts_are_made_than_allowed(attempts):
-    service = ScriptedService([unavailable()])
-    retries = RetryPolicy(attempts=attempts, first_delay=0.01)
-    with in_thread(service) as target, Client(target, retries=retries) as client, pytest.raises(UnavailableError):
-        client.complete((1,))
-    assert len(service.calls) == attempts
+def test_as_many_attempts_are_made_as_allowed(collect, attempts):
+    with pytest.raises(UnavailableError):
+        collect([unavailable()], retries=RetryPolicy(attempts=attempts, first_delay=0.01))
+    assert len(collect.service.calls) == attempts
 
 
 def test_unavailable_after_the_start_is_final(collect):
     with pytest.raises(UnavailableError, match="ENGINE_STOPPED"):
         collect([*messages(START), unavailable()], WHOLE)
+    assert len(collect.service.calls) == 1
 
 
 @pytest.mark.parametrize("reason", ["QUEUE_FULL", "ENGINE_FAULT", "INVALID_FIELD", "KV_EXPIRED"])
@@ -123,6 +148,7 @@ def test_other_refusals_are_final(collect, reason):
     refused = refusal(reason, "x")
     with pytest.raises(type(refused)):
         collect([refused], WHOLE)
+    assert len(collect.service.calls) == 1
 
 
 def test_a_long_prompt_is_tried_again_too():
@@ -146,17 +172,16 @@ async def forever(call):
 def test_a_deadline_ends_the_call_on_both_ends(collect):
     with pytest.raises(DeadlineError):
         collect(forever, timeout=0.3)
+    assert collect.cancelled == 1
 
 
 def test_closing_the_iterator_cancels_the_call():
     service = ScriptedService(forever)
-    with (
-        in_thread(service) as target,
-        Client(target) as client,
-        contextlib.closing(client.generate((1,))) as events,
-    ):
-        assert isinstance(next(events), Started)
-    assert service.cancelled == 1
+    with in_thread(service) as target, Client(target) as client:
+        with contextlib.closing(client.generate((1,))) as events:
+            assert isinstance(next(events), Started)
+        # Before client and server end, which would end it too.
+        until(lambda: service.cancelled == 1)
 
 
 def test_cancelling_a_task_cancels_the_call():
@@ -175,9 +200,9 @@ def test_cancelling_a_task_cancels_the_call():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            await eventually(lambda: service.cancelled == 1)
 
     asyncio.run(cancel())
-    assert service.cancelled == 1
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():
@@ -196,11 +221,14 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         RetryPolicy(first_delay=0.0)
 
 
-def test_details_of_other_servers_do_no_harm():
+@pytest.mark.parametrize("others", [True, False], ids=["of another domain", "no message"])
+def test_details_of_other_servers_do_no_harm(others):
     """A status whose details are not ours, or not even a message."""
 
     async def abort(call):
-        trailers = (("grpc-status-details-bin", b"\xff\xff"), ("x-other", "1"))
+        status = Status(code=3, message="no")
+        status.details.add().Pack(ErrorInfo(reason="QUOTA", domain="example.org", metadata={"field": "a"}))
+        trailers = (("grpc-status-details-bin", status.SerializeToString() if others else b"\xff\xff"),)
         await call.context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", trailers)
 
     with (
@@ -209,4 +237,4 @@ def test_details_of_other_servers_do_no_harm():
         pytest.raises(InvalidRequestError) as caught,
     ):
         client.complete((1,))
-    assert (caught.value.message, caught.value.reason) == ("no", "")
+    assert (caught.value.message, caught.value.reason, caught.value.metadata) == ("no", "", {})

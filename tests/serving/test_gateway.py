@@ -92,6 +92,8 @@ def test_an_answer_goes_on_elsewhere_when_its_worker_is_lost(params):
     finished = seen[-1]
     assert (finished.reason, finished.completion_tokens, finished.receipt.failovers) == ("length", 12, 1)
     assert finished.receipt.worker == ("two" if on_two else "one")
+    # How long it waited on the worker that is gone nobody knows.
+    assert finished.receipt.timing.queue is None
     assert idle
     assert failovers == 1
 

@@ -6,7 +6,9 @@ Deterministic f32 over a tiny model, replay mode exact.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -37,6 +39,7 @@ from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
 from serving.request_messages import generate_message
 from serving.status import error_from
 from tests.running_engines import SETTINGS, fresh_engine, run
+from tests.serving.clusters import Throttle
 from tests.serving.servers import NAME, in_thread, started
 
 PROMPT = tuple(np.random.default_rng(7).integers(3, 95, 40).tolist())
@@ -296,6 +299,29 @@ def test_a_deadline_ends_the_request_in_the_engine():
             await books_are_back(engine, service)
 
     asyncio.run(late())
+
+
+def test_an_engine_ends_what_is_late_though_its_server_hears_of_nothing():
+    async def late():
+        async with serving_here() as (engine, service, client):
+            inner = await engine.call(lambda inner: inner)
+            throttle = Throttle(inner)
+            throttle.allow(0)
+            answer = asyncio.create_task(client.complete(PROMPT, LONG, timeout=1.5))
+            while not inner.busy and not answer.done():
+                await asyncio.sleep(0.001)
+            # The event loop stands still meanwhile.
+            time.sleep(1.6)
+            throttle.allow(math.inf)
+            while inner.busy:
+                time.sleep(0.001)
+            ended = inner.metrics.value("finished_requests_total", reason="deadline")
+            with pytest.raises(DeadlineError):
+                await answer
+            await books_are_back(engine, service)
+        return ended
+
+    assert asyncio.run(late()) == 1
 
 
 def test_a_reader_that_does_not_read_delays_nobody():

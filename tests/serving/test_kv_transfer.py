@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from pathlib import Path
 
 import grpc
+import jax
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -170,11 +172,24 @@ def test_streams_that_fail_now_and_then_are_made_good(name):
         async with holder(some(fault, lambda number: number in faults), settings=pulls) as held:
             growing = held.hold(LONG)
             growing.finish()
-            await held.fetch(growing)
+            assert await outcome(held.fetch(growing)) == "grpc"
             pulls, held.service.tamper = held.service.counts.pulls, untouched
             await held.fetch(growing)
             # Some were asked for again.
             assert pulls > held.service.counts.pulls - pulls
+
+    asyncio.run(run())
+
+
+def test_streams_that_bring_something_may_break_any_number_of_times():
+    async def run():
+        pulls = dataclasses.replace(QUICK, lanes=1, range_bytes=1 << 30, attempts=2)
+        async with holder(some(doubled, lambda number: True), settings=pulls) as held:
+            growing = held.hold(LONG)
+            growing.finish()
+            assert await outcome(held.fetch(growing)) == "grpc"
+            # Two are for pages and the rest.
+            assert held.service.counts.pulls - 2 >= pulls.attempts
 
     asyncio.run(run())
 
@@ -192,6 +207,24 @@ def test_streams_that_always_fail_are_one_error(name):
             with pytest.raises(StateError) as refused:
                 await held.fetch(growing)
             assert refused.value.reason == reason
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_gave_is_let_go_once_it_is_sealed():
+    async def run():
+        async with holder() as held:
+            growing = held.hold(40)
+            planes = growing.blocks(0, 2)
+            kept = [weakref.ref(array) for array in jax.tree.leaves(planes)]
+            growing.state.handover.add([planes], 2, 0)
+            growing.given = 2
+            del planes
+            while growing.state.complete_pages < 2:
+                await asyncio.sleep(0.001)
+            assert all(array() is None for array in kept)
+            growing.finish()
+            await held.fetch(growing)
 
     asyncio.run(run())
 
@@ -231,7 +264,10 @@ def test_a_shared_file_that_is_damaged_or_shrinks_is_left_for_pulls(tmp_path):
                 storage = growing.state._storage
                 storage._heap, storage._places = dict(growing.random.snapshot), {}
                 damage(path)
-                assert await outcome(held.fetch(growing)) == "grpc"
+                progress = TransferProgress()
+                assert await outcome(held.fetch(growing, progress=progress)) == "grpc"
+                # What came in vain does not count.
+                assert progress.received == sum(map(len, growing.random.snapshot.values()))
                 held.leases.drop(growing.kv_id, "done")
 
     asyncio.run(run())
@@ -261,7 +297,7 @@ def test_states_end_under_their_readers(shared):
             held.leases.complete(growing.kv_id, 1000)
             now += held.leases.seconds
             if shared is not None:
-                # Until then its file can still be read.
+                # A file may be read whole before a call finds that its lease has passed.
                 held.leases.sweep()
             with pytest.raises(StateError) as refused:
                 await held.fetch(growing)
@@ -305,7 +341,7 @@ def test_every_message_of_a_pull_renews_the_lease():
             growing = held.hold(LONG)
             growing.finish()
             held.leases.complete(growing.kv_id, 1000)
-            await held.fetch(growing)
+            assert await outcome(held.fetch(growing)) == "grpc"
             assert sent >= 4
             held.leases.sweep()
             assert growing.state.ended is None

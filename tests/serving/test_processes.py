@@ -71,6 +71,7 @@ def test_a_request_passes_through_all_processes_and_leaves_its_trace(cluster):
     (answered,) = [line for line in cluster.log("g") if line["message"] == "answered"]
     assert (answered["request_id"], answered["completion_tokens"]) == ("traced-1", 8)
     prompt = re.compile(r"\b" + r"\D{1,3}".join(map(str, PROMPT[:4])) + r"\b")
+    assert prompt.search(str(PROMPT))
     assert not [name for name in cluster.running if prompt.search(cluster.running[name].log.read_text())]
 
 

@@ -20,6 +20,7 @@ from serving.errors import (
 from serving.events import Delta
 from serving.proto.deepinfer.v1 import inference_pb2, kv_transfer_pb2, prefill_pb2, types_pb2
 from tests.serving.clusters import FINGERPRINT, ScriptedWorker, eventually, forever, gateway
+from tests.serving.random_requests import tokenizer
 
 PROMPT = tuple(range(3, 33))
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -40,10 +41,8 @@ def tokens(*ids, seq=0):
     return inference_pb2.GenerateResponse(delta=inference_pb2.TokenDelta(token_ids=ids, seq=seq))
 
 
-def ended(worker, **receipt):
-    finished = inference_pb2.Finished(
-        reason=types_pb2.FINISH_REASON_LENGTH, receipt=types_pb2.Receipt(worker=worker, seed=5, **receipt)
-    )
+def ended(worker, reason="FINISH_REASON_LENGTH", **receipt):
+    finished = inference_pb2.Finished(reason=reason, receipt=types_pb2.Receipt(worker=worker, seed=5, **receipt))
     return inference_pb2.GenerateResponse(finished=finished)
 
 
@@ -69,6 +68,8 @@ async def served(workers, work, **settings):
         result = await work(gate)
         await eventually(lambda: not gate.server.guard.running)
         await gate.service.close()
+        # Before the connections end, which would end every call.
+        await eventually(lambda: not any(worker.running for worker in workers))
         return result
 
 
@@ -143,6 +144,19 @@ def test_a_prompt_goes_to_another_prefill_worker_when_one_refuses():
     assert one.released == []
 
 
+def test_what_a_prefill_worker_need_not_compute_is_no_load_of_it():
+    prefill, decode = prefill_worker("p", [ACCEPTED, PROGRESS, forever]), decode_worker("d", [forever])
+
+    async def work(gate):
+        reading = asyncio.create_task(gate.client.complete(PROMPT, PARAMS))
+        (account,) = [worker.account for worker in gate.workers if worker.role == "prefill"]
+        await eventually(lambda: account.prefill_load("p", available=True).outstanding_tokens == len(PROMPT) - 16)
+        reading.cancel()
+
+    # The worker's own word, which has no requests, must not come in between.
+    asyncio.run(served((prefill, decode), work, poll_seconds=60.0))
+
+
 def test_prompts_that_are_too_many_do_not_become_the_decode_workers():
     prefill, decode = prefill_worker("p", [refusal("QUEUE_FULL", "full")]), decode_worker("d", WHOLE)
     error = refused(prefill, decode)
@@ -177,6 +191,20 @@ def test_lost_state_is_computed_again_before_the_first_token():
     assert (one.released, two.released) == (["k1", "k1"], [])
 
 
+def test_what_a_prefill_worker_did_in_vain_is_not_in_the_receipt():
+    receipt = types_pb2.Receipt(worker="p", hit_tokens=16, computed_tokens=14)
+    encoded = prefill_pb2.PrefillEvent(done=prefill_pb2.PrefillDone(kv=KV, receipt=receipt))
+    prefill = prefill_worker("p", [ACCEPTED, encoded], keep=20)
+    well = [STARTED, tokens(5, 6, 7, 8), ended("d", computed_tokens=33)]
+    # What the state is of is known by then.
+    decode = decode_worker("d", [STARTED, refusal("KV_DAMAGED", "bits")], well, keep=20)
+    answer = ask(prefill, decode, prefill="encoder_only")
+    assert answer.tokens == (5, 6, 7, 8)
+    receipt = answer.finished.receipt
+    assert (receipt.prefill_worker, receipt.engine.hit_tokens, receipt.engine.computed_tokens) == ("", 0, 33)
+    assert prefill.released == ["k1"]
+
+
 def test_behind_the_first_token_lost_state_is_computed_where_the_answer_goes_on():
     prefill = prefill_worker("p")
     decode = decode_worker("d", [refusal("KV_DAMAGED", "bits")], [STARTED, tokens(6, 7, 8), ended("d")])
@@ -185,7 +213,7 @@ def test_behind_the_first_token_lost_state_is_computed_where_the_answer_goes_on(
     again = decode.generated[1]
     assert (tuple(again.prompt_token_ids), again.prompt_len) == ((*PROMPT, 5), 30)
     assert not again.HasField("kv")
-    assert answer.finished.receipt.failovers == 1
+    assert (answer.finished.receipt.failovers, answer.finished.receipt.timing.queue) == (1, 1e-9)
     assert (len(prefill.prefilled), prefill.released) == (1, ["k1"])
 
 
@@ -199,6 +227,72 @@ def test_an_answer_goes_on_behind_its_tokens():
         assert (tuple(again.prompt_token_ids), again.prompt_len, again.max_tokens) == ((*PROMPT, 5, 6, 7), 30, 4)
         assert again.sampling.seed == one.generated[0].sampling.seed
         assert answer.finished.receipt.failovers == 1
+
+
+def until_aborted(worker):
+    """A turn's step that waits until a worker is asked to end an answer."""
+
+    async def wait(call):
+        await eventually(lambda: worker.aborted)
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [[STARTED, tokens(5), tokens(6, seq=1), tokens(7, 8, seq=2)]],
+        [[STARTED, tokens(5, 6), GONE], [STARTED, tokens(7, 8)]],
+    ],
+    ids=["messages", "workers"],
+)
+def test_a_stop_string_is_found_across_messages_and_workers(turns):
+    *_, last = workers = [decode_worker(f"d{place}", [*turn]) for place, turn in enumerate(turns)]
+    last._generate[0] += [until_aborted(last), ended("d")]
+    last.load.queued_requests = len(workers) - 1
+    stop = tokenizer().decode((6, 7))
+    answer = ask(*workers, params=dataclasses.replace(PARAMS, stop=(stop,)), tokenizer=tokenizer())
+    assert (answer.tokens, answer.finished.reason, answer.finished.matched) == ((5, 6, 7), "stop", stop)
+    assert [list(worker.generated[0].stop.strings) for worker in workers] == [[]] * len(workers)
+
+
+def test_a_stop_string_may_begin_in_what_a_request_came_with():
+    turn = [STARTED, tokens(7, 8)]
+    decode = decode_worker("d", turn)
+    turn += [until_aborted(decode), ended("d")]
+    params = dataclasses.replace(PARAMS, stop=(tokenizer().decode((6, 7)),))
+
+    async def work(gate):
+        return await gate.client.complete(PROMPT, params, answer=(5, 6))
+
+    answer = asyncio.run(served((decode,), work, tokenizer=tokenizer()))
+    assert (answer.tokens, answer.finished.reason, answer.finished.completion_tokens) == ((7,), "stop", 3)
+
+
+def test_an_answer_does_not_go_on_with_other_weights():
+    leave = asyncio.Event()
+
+    async def until_left(call):
+        await leave.wait()
+
+    one = decode_worker("d1", [*WHOLE[:2], until_left, GONE], [GONE])
+    other = decode_worker("d2", [STARTED, tokens(5, 6, 7, 8), ended("d2")])
+    other.info.fingerprint, other.load.draining = "1" * 64, True
+
+    async def work(gate):
+        events = gate.client.generate(PROMPT, PARAMS)
+        while not isinstance(await anext(events), Delta):
+            continue
+        one.load.draining, other.load.draining = True, False
+        await eventually(lambda: [worker.name for worker in gate.workers.decoders()] == ["d2"])
+        leave.set()
+        with pytest.raises(UnavailableError, match="the connection broke"):
+            _ = [event async for event in events]
+        assert other.generated == []
+        # What begins is another matter.
+        return await gate.client.complete(PROMPT, PARAMS)
+
+    assert asyncio.run(served((one, other), work)).tokens == (5, 6, 7, 8)
 
 
 def scored(first_position, count, seq=0):
@@ -222,6 +316,18 @@ def test_an_answer_waits_for_its_only_worker():
     answer = ask(prefill_worker("p"), decode, attempts=6)
     assert answer.tokens == (5, 6, 7, 8)
     assert answer.finished.receipt.failovers == 2
+
+
+def test_a_worker_that_was_lost_is_not_asked_until_it_is_found_well():
+    one, two = decode_worker("d1", [GONE]), decode_worker("d2", [STARTED, tokens(5, 6, 7, 8), ended("d2")])
+    two.load.queued_requests = 1
+
+    async def work(gate):
+        return [(await gate.client.complete(PROMPT, PARAMS)).tokens for _ in range(2)]
+
+    # Nobody asks how it is meanwhile.
+    assert asyncio.run(served((one, two), work, poll_seconds=60.0)) == [(5, 6, 7, 8)] * 2
+    assert (len(one.generated), len(two.generated)) == (1, 2)
 
 
 def test_where_only_the_end_was_lost_no_worker_is_asked():
@@ -316,7 +422,6 @@ def test_an_end_from_outside_ends_everything_at_every_stage(stage, way):
         assert counts == [0, 0]
 
     asyncio.run(served((prefill, decode), work))
-    asyncio.run(asyncio.sleep(0))
     assert prefill.cancelled == (stage in ("queued", "computing"))
     assert decode.cancelled == (stage != "queued")
     # Where the answer had begun, its state had arrived.
@@ -326,23 +431,31 @@ def test_an_end_from_outside_ends_everything_at_every_stage(stage, way):
 @pytest.mark.parametrize("stage", ["queued", "computing", "transferring"])
 def test_an_abort_is_answered_at_every_stage(stage):
     prefill_turn, decode_turn = STAGES[stage]
-    prefill, decode = prefill_worker("p", prefill_turn), decode_worker("d", decode_turn)
+    transferring = stage == "transferring"
+    prefill, decode = prefill_worker("p", prefill_turn), decode_worker("d", [*decode_turn])
+    if transferring:
+        # It has no state yet, and ends with a word.
+        decode._generate[0][:] = [until_aborted(decode), STARTED, ended("d", "FINISH_REASON_CANCELLED")]
 
     async def work(gate):
-        reading = asyncio.create_task(gate.client.complete(PROMPT, PARAMS, request_id="mine", timeout=20.0))
-        await eventually(lambda: prefill.prefilled and (stage == "queued" or decode.generated))
-        assert await gate.client.abort("mine")
-        if stage == "transferring":
-            # The script's worker takes the word and goes on.
-            assert len(decode.aborted) == 1
-            reading.cancel()
-            return None
-        return await reading
+        events, seen = gate.client.generate(PROMPT, PARAMS, request_id="mine", timeout=20.0), []
 
-    answer = asyncio.run(served((prefill, decode), work))
-    assert prefill.cancelled == (stage != "transferring")
-    if answer is not None:
-        assert (answer.tokens, answer.finished.reason) == ((), "cancelled")
+        async def read():
+            async for event in events:
+                seen.append(event)
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: prefill.prefilled and (stage == "queued" or decode.generated))
+        await eventually(lambda: not transferring or any(isinstance(event, Delta) for event in seen))
+        assert await gate.client.abort("mine")
+        await reading
+        return seen
+
+    *_, end = seen = asyncio.run(served((prefill, decode), work))
+    assert [event.tokens for event in seen if isinstance(event, Delta)] == [(5,)] * transferring
+    assert (end.reason, end.completion_tokens) == ("cancelled", int(transferring))
+    assert (prefill.cancelled, len(decode.aborted)) == (not transferring, int(stage != "queued"))
+    assert prefill.released == ([] if stage == "queued" else ["k1"])
 
 
 def test_workers_of_another_fingerprint_or_kind_are_not_used():
@@ -361,6 +474,13 @@ def test_workers_of_another_fingerprint_or_kind_are_not_used():
     assert troubles["d2"].startswith(f"its fingerprint is {'1' * 64}, configured is 0000")
     assert troubles["g"] == "it is a gateway itself"
     assert (len(other.generated), len(another.generated)) == (0, 0)
+
+
+def test_a_gateway_takes_what_each_of_its_workers_would_take():
+    one, two = decode_worker("d1", [], stop_strings=True, max_running=3), decode_worker("d2", [], max_running=4)
+    two.info.max_context, one.info.max_logprobs = 64, 5
+    info = asyncio.run(served((one, two), lambda gate: gate.client.model_info()))
+    assert (info.max_context, info.max_logprobs, info.stop_strings, info.max_running) == (64, 5, False, 7)
 
 
 def test_an_invalid_request_of_a_worker_is_told_as_it_is():

@@ -17,11 +17,13 @@ from serving.errors import (
     OverloadedError,
     ServerFaultError,
     UnavailableError,
+    refusal,
 )
 from serving.proto.deepinfer.v1.inference_pb2 import GenerateRequest
 from serving.served_call import REQUEST_ID
 from serving.server import Server
 from serving.status import error_from
+from tests.serving.clusters import eventually
 from tests.serving.servers import NAME, ScriptedService, in_thread, messages, raw_stream, raw_unary, started
 
 GENERATE = f"/{NAME}/Generate"
@@ -73,6 +75,16 @@ def test_what_nobody_foresaw_is_logged_and_tells_nothing(caplog):
     failed = next(record for record in caplog.records if record.levelno == logging.ERROR)
     assert failed.request_id == error.metadata["request_id"]
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(("reason", "delay"), [("DRAINING", "1000"), ("BAD_TOKEN_ID", None)])
+def test_what_may_be_tried_again_tells_clients_of_grpc_when(reason, delay):
+    """In the trailer that their own retries read."""
+    with in_thread(ScriptedService([refusal(reason, "so it is")])) as target, grpc.insecure_channel(target) as channel:
+        call = channel.unary_stream(GENERATE)(REQUEST.SerializeToString(), timeout=10.0)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert dict(call.trailing_metadata()).get("grpc-retry-pushback-ms") == delay
 
 
 @pytest.mark.parametrize("given", ["mine", "a" * 128])
@@ -227,6 +239,31 @@ def test_a_draining_server_refuses_new_work_and_ends_what_runs():
     error, answer = asyncio.run(drain())
     assert (error.reason, error.retry_after) == ("DRAINING", 1.0)
     assert answer.finished.reason == "stop"
+
+
+def test_a_server_is_idle_once_all_its_calls_have_ended():
+    async def end():
+        releases = [asyncio.Event() for _ in range(2)]
+        waiting = iter(releases)
+
+        async def held(call):
+            await next(waiting).wait()
+
+        service = ScriptedService(held)
+        async with started(service) as (server, target), grpc.aio.insecure_channel(target) as channel:
+            stub = channel.unary_stream(GENERATE)
+            calls = [stub(REQUEST.SerializeToString(), timeout=60.0) for _ in releases]
+            await eventually(lambda: server.guard.running == 2)
+            idle = asyncio.create_task(server.guard.idle())
+            releases[0].set()
+            await eventually(lambda: server.guard.running == 1)
+            await asyncio.sleep(0)
+            assert not idle.done()
+            releases[1].set()
+            await idle
+            assert [await call.read() for call in calls] == [grpc.aio.EOF] * 2
+
+    asyncio.run(end())
 
 
 def test_what_outlives_the_grace_is_cut_off():

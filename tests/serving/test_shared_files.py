@@ -121,6 +121,20 @@ def test_a_file_that_was_taken_for_an_orphan_while_it_was_made_is_made_anew(tmp_
     storage.close()
 
 
+def test_a_file_that_took_the_place_of_an_orphan_is_not_removed(tmp_path, monkeypatch):
+    lock, path = shared_files.fcntl.flock, tmp_path / f"deepinfer-kv-1-{'0' * 32}"
+    path.touch()
+
+    def replace_first(file, how):
+        path.unlink()
+        path.write_bytes(b"another")
+        lock(file, how)
+
+    monkeypatch.setattr(shared_files.fcntl, "flock", replace_first)
+    assert remove_orphans(tmp_path) == 0
+    assert path.read_bytes() == b"another"
+
+
 def test_endpoints_elsewhere_and_names_that_are_no_files_of_ours_are_not_opened(tmp_path):
     name = f"deepinfer-kv-1-{'0' * 32}"
     here = host_id(tmp_path)

@@ -23,14 +23,15 @@ from serving.errors import (
 )
 from serving.event_messages import prompt_logprobs_event
 from serving.generate_call import GenerateCall
+from serving.kv_sections import StatePlan
 from serving.kv_transport import TransportError
-from serving.proto.deepinfer.v1 import inference_pb2, prefill_pb2
+from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvHandle
 from serving.request_messages import generate_message
 from serving.status import error_from
 from tests.deepinfer_jax.test_engine_machine import alone, stream
-from tests.running_engines import KEEP, encoder
-from tests.serving.clusters import Throttle
+from tests.running_engines import KEEP, encoder, fresh_engine, receiver
+from tests.serving.clusters import Throttle, engine_worker, eventually
 from tests.serving.split_workers import ENCODER_ONLY, FULL, HoldingSettings, split
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -50,12 +51,13 @@ class Gate:
     def __init__(self, transports):
         self.name, self._transports = "gate", transports
         self.waiting, self.opened = asyncio.Event(), asyncio.Event()
-        self.failure = None
+        self.failure = self.progress = None
 
     def reaches(self, endpoint):
         return any(transport.reaches(endpoint) for transport in self._transports)
 
     async def fetch(self, handle, endpoint, plan, *, deadline, progress):
+        self.progress = progress
         self.waiting.set()
         await self.opened.wait()
         if self.failure is not None:
@@ -219,6 +221,26 @@ def test_deadlines_reach_both_workers():
     asyncio.run(run())
 
 
+def test_an_engine_ends_a_late_prompt_though_its_server_hears_of_nothing():
+    async def run():
+        async with split("f32", "compact") as workers:
+            inner = await workers.prefill_engine.call(lambda inner: inner)
+            throttle = Throttle(inner)
+            throttle.allow(0)
+            prompt = workers.begin(CALL, seconds=1.5)
+            assert (await workers.next(prompt)).HasField("accepted")
+            # The event loop stands still meanwhile.
+            time.sleep(1.6)
+            throttle.allow(math.inf)
+            while inner.busy:
+                time.sleep(0.001)
+            assert inner.metrics.value("finished_requests_total", reason="deadline") == 1
+            with pytest.raises(DeadlineError):
+                await drain(prompt)
+
+    asyncio.run(run())
+
+
 def test_releasing_ends_a_computation_and_a_state():
     async def run():
         async with split("f32", "compact") as workers:
@@ -269,6 +291,82 @@ def test_leases_end_by_themselves_and_there_is_room_for_so_many():
     asyncio.run(run())
 
 
+def test_an_engine_that_is_full_leaves_a_state_where_it_is():
+    async def run():
+        async with split("f32", "compact", decoding={"max_waiting": 1}) as workers:
+            handle, _ = await handle_of(workers, CALL)
+            engine = workers.decode_engine
+            release, holding = await hold_engine(workers, engine)
+            while engine._orders:
+                await asyncio.sleep(0.001)
+            other = engine.stream(Request(CALL.prompt, CALL.params))
+            waiting = asyncio.create_task(anext(other))
+            answer = workers.go_on(CALL, handle)
+            # Both are asked for between the same two steps.
+            while len(engine._orders) < 2:
+                await asyncio.sleep(0.001)
+            release.set()
+            await holding
+            with pytest.raises(OverloadedError, match="QUEUE_FULL"):
+                await workers.collect(answer, CALL)
+            await waiting
+            await other.aclose()
+            while workers.arrivals._releasing:
+                await asyncio.sleep(0.001)
+            # Another worker may take it.
+            assert len(workers.worker.leases) == 1
+            assert len((await workers.collect(workers.go_on(CALL, handle), CALL)).tokens) == 7
+
+    asyncio.run(run())
+
+
+def test_there_is_room_for_so_many_bytes_on_their_way():
+    form = fresh_engine("f32", "compact").receiver.form
+    size = StatePlan.of(form, len(CALL.prompt), len(CALL.prompt) + 1).most_bytes
+
+    async def run():
+        gates = Gates()
+        async with split("f32", "compact", changes=gates, arriving_bytes=2 * size - 1) as workers:
+            handles = [(await handle_of(workers, CALL))[0] for _ in range(2)]
+            answer = workers.go_on(CALL, handles[0])
+            await gates[0].waiting.wait()
+            with pytest.raises(ServingError) as refused:
+                await workers.collect(workers.go_on(CALL, handles[1], seconds=5.0), CALL)
+            assert (refused.value.reason, refused.value.retry_after) == ("KV_POOL_EXHAUSTED", 1.0)
+            assert len(workers.worker.leases) == 2
+            gates[0].opened.set()
+            assert len((await workers.collect(answer, CALL)).tokens) == 7
+            assert len((await workers.collect(workers.go_on(CALL, handles[1]), CALL)).tokens) == 7
+
+    asyncio.run(run())
+
+
+def test_a_prefill_worker_that_is_told_to_end_waits_until_its_states_were_fetched():
+    (wanted,) = alone("f32", "off", Request(CALL.prompt, CALL.params))
+
+    async def run():
+        async with (
+            engine_worker("p", role="prefill") as prefill,
+            engine_worker("d", role="decode", build=receiver) as decode,
+            grpc.aio.insecure_channel(prefill.address) as first,
+            grpc.aio.insecure_channel(decode.address) as second,
+        ):
+            request = prefill_pb2.PrefillRequest(request=generate_message(CALL), mode=FULL)
+            prompts = prefill_pb2_grpc.PrefillStub(first)
+            done = [event async for event in prompts.Prefill(request, timeout=60)][-1].done
+            stopping = asyncio.create_task(prefill.server.stop(60.0, prefill.parts.settled))
+            await eventually(lambda: prefill.server.guard.draining)
+            with pytest.raises(UnavailableError, match="DRAINING"):
+                await drain(prompts.Prefill(request, timeout=60))
+            message = generate_message(dataclasses.replace(CALL, kv=done.kv))
+            answer = inference_pb2_grpc.InferenceStub(second).Generate(message, timeout=60)
+            tokens = [token async for event in answer for token in event.delta.token_ids]
+            await stopping
+            return [*done.first.token_ids, *tokens]
+
+    assert asyncio.run(run()) == wanted.tokens
+
+
 def test_events_of_a_prompt_say_what_there_is():
     scored = GenerateCall(stream(2)[:50], dataclasses.replace(GREEDY, prompt_logprobs=1))
     (wanted,) = alone("f32", "compact", Request(scored.prompt, scored.params))
@@ -281,6 +379,10 @@ def test_events_of_a_prompt_say_what_there_is():
             assert (accepted.kv_id, accepted.pages, accepted.computed_tokens) == (handle.kv_id, 4, 50)
             assert accepted.bytes >= handle.bytes > 0
             assert [endpoint.uri for endpoint in handle.endpoints] == [accepted.endpoints[0].uri]
+            # One that is computed is held for the call's time and a lease, and then for a lease.
+            now = time.time()
+            assert now < handle.lease_expires.ToNanoseconds() / 1e9 <= now + workers.worker.leases.seconds
+            assert accepted.lease_expires.ToNanoseconds() > handle.lease_expires.ToNanoseconds()
             assert (handle.worker, handle.mode, len(handle.fingerprint)) == ("prefill", 1, 64)
             told = [event.progress.computed_tokens for event in events if event.HasField("progress")]
             assert told == sorted(set(told))
@@ -369,27 +471,24 @@ def test_prompts_that_cannot_be_computed_are_refused_and_cost_nothing():
 def test_states_of_other_prompts_are_refused():
     async def run():
         async with split("f32", "compact") as workers:
-            for changed, reason in (
-                ({"fingerprint": "0" * 63 + "1"}, "KV_LAYOUT_MISMATCH"),
-                ({"computed_tokens": 59}, "KV_LAYOUT_MISMATCH"),
-                ({"mode": 2}, "KV_LAYOUT_MISMATCH"),
+            for changed, field in (
+                ({"fingerprint": "0" * 63 + "1"}, "kv.fingerprint"),
+                ({"computed_tokens": 59}, "kv.computed_tokens"),
+                ({"mode": 2}, "kv.computed_tokens"),
             ):
                 handle, _ = await handle_of(workers, CALL)
                 other = KvHandle()
                 other.CopyFrom(handle)
                 other.MergeFrom(KvHandle(**changed))
-                with pytest.raises(ServingError) as refused:
+                with pytest.raises(StateError) as refused:
                     await workers.collect(workers.go_on(CALL, other), CALL)
-                assert refused.value.reason == reason
+                # By the receiver; the holder, which would refuse it as well, has other names for its fields.
+                assert (refused.value.reason, refused.value.metadata["field"]) == ("KV_LAYOUT_MISMATCH", field)
                 # Nothing was done, and another worker may take it.
                 assert workers.worker.leases.release(handle.kv_id)
-            for changed, kind in (
-                ({"first_token": 5}, InvalidRequestError),
-                ({"prompt": (*CALL.prompt[:-1], 4)}, InvalidRequestError),
-                ({"answer": (4,)}, InvalidRequestError),
-            ):
+            for changed in ({"first_token": 5}, {"prompt": (*CALL.prompt[:-1], 4)}, {"answer": (4,)}):
                 handle, _ = await handle_of(workers, CALL)
-                with pytest.raises(kind):
+                with pytest.raises(InvalidRequestError):
                     await workers.collect(workers.go_on(dataclasses.replace(CALL, **changed), handle), CALL)
                 workers.worker.leases.release(handle.kv_id)
 
@@ -417,7 +516,13 @@ def test_load_counts_what_is_held_and_what_is_to_come():
             answer = workers.go_on(CALL, handle)
             await gates[0].waiting.wait()
             load = await workers.inference.GetLoad(inference_pb2.GetLoadRequest(), timeout=9)
-            assert load.shards[0].read_backlog_bytes >= handle.bytes
+            backlog = load.shards[0].read_backlog_bytes
+            assert backlog >= handle.bytes
+            # What has come is none any more.
+            gates[0].progress.add(1000)
+            load = await workers.inference.GetLoad(inference_pb2.GetLoadRequest(), timeout=9)
+            assert load.shards[0].read_backlog_bytes == backlog - 1000
+            gates[0].progress.restart()
             assert (len(workers.worker.leases), workers.worker.leases.tokens) == (1, 60)
             gates[0].opened.set()
             await workers.collect(answer, CALL)

@@ -114,6 +114,12 @@ def test_workers_come_drain_return_and_go():
             addresses.remove(first)
             await eventually(lambda: len(list(workers)) == 1)
             assert len(workers._leaving) == 1
+            # If it is found again before that, nothing of them is forgotten.
+            addresses.append(first)
+            await eventually(lambda: len(list(workers)) == 2)
+            assert [worker.account.open_requests for worker in workers] == [1, 1]
+            addresses.remove(first)
+            await eventually(lambda: len(workers._leaving) == 1)
             for place in places:
                 place.leave()
             await eventually(lambda: not workers._leaving)
