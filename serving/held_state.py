@@ -89,7 +89,8 @@ class HeldState:
         """
         self._loop = asyncio.get_running_loop()
         self._storage, self._sealer = storage, sealer
-        self._pulse = asyncio.Event()
+        # Readers have nothing to do before sections are made of what the engine gives.
+        self._given, self._pulse = asyncio.Event(), asyncio.Event()
         self.handover = Handover(form, self._from_engine)
         self.plan = plan
         self.complete_pages, self.complete = 0, False
@@ -137,7 +138,7 @@ class HeldState:
     def _from_engine(self) -> None:
         # A loop that has closed holds no state.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._changed)
+            self._loop.call_soon_threadsafe(self._given.set)
 
     def _changed(self) -> None:
         pulse, self._pulse = self._pulse, asyncio.Event()
@@ -146,8 +147,9 @@ class HeldState:
     async def _seal(self) -> None:
         try:
             while not self.complete:
+                self._given.clear()
                 # In this order: where the first is there, the second will not grow.
-                meta, ready, pulse = self.handover.meta, self.handover.ready, self._pulse
+                meta, ready = self.handover.meta, self.handover.ready
                 if meta is not None and ready - self.complete_pages <= _BLOCKS_AT_ONCE:
                     # At once, as somebody waits for it.
                     await self._loop.run_in_executor(self._sealer, self._seal_end, self.complete_pages, ready)
@@ -159,7 +161,7 @@ class HeldState:
                 elif self.handover.failure is not None:
                     return
                 else:
-                    await pulse.wait()
+                    await self._given.wait()
                     continue
                 self._changed()
         except Exception:

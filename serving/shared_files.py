@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -42,10 +43,16 @@ def host_id(directory: Path = DIRECTORY) -> str | None:
     It is of the running kernel and of the mounted file system, so that containers with directories of their own differ.
     """
     try:
-        content = f"{_BOOT_ID.read_text().strip()} {directory.stat().st_dev}"
+        content = f"{_boot_id()} {directory.stat().st_dev}"
     except OSError:
         return None
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _boot_id() -> str:
+    # Reading it takes milliseconds, again and again.
+    return _BOOT_ID.read_text().strip()
 
 
 def path_of(endpoint: KvEndpoint, directory: Path = DIRECTORY) -> Path | None:
@@ -65,8 +72,9 @@ class SharedStorage:
         Raises:
           OSError: there is no such directory, or no room.
         """
-        self._directory, self._lock = directory, threading.Lock()
+        self._lock = threading.Lock()
         self._path, self._file = _create(directory)
+        self._uri = f"{SCHEME}{host_id(directory)}/{self._path.name}"
         self._places: dict[str, tuple[int, int]] = {}
         self._heap: dict[str, bytes] = {}
         self._size = 0
@@ -74,7 +82,7 @@ class SharedStorage:
 
     @property
     def endpoint(self) -> KvEndpoint | None:
-        return KvEndpoint(uri=f"{SCHEME}{host_id(self._directory)}/{self._path.name}")
+        return KvEndpoint(uri=self._uri)
 
     def put(self, sections: Mapping[str, bytes]) -> None:
         with self._lock:

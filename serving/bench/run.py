@@ -57,7 +57,7 @@ class Sizes:
     stream_prompt: int = 64
     stream_tokens: int = 32
     long_prompt: int = 4000
-    long_turns: int = 3
+    long_turns: int = 7
     transfer_tokens: int = 65_536
 
 
