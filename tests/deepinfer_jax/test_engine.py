@@ -292,6 +292,21 @@ def test_metrics_count_what_happened():
     assert "deepinfer_steps_total" in engine.metrics.text()
 
 
+@pytest.mark.parametrize(("decoder", "prefilled", "replayed", "kept"), [("off", 48, 0, 62), ("compact", 80, 32, 54)])
+def test_rows_are_counted_without_padding(decoder, prefilled, replayed, kept):
+    """A prompt of 40 tokens and 7 rows behind it, twice; of the second one 32 tokens are a hit.
+
+    With windows held at the hit 8 rows are run then. Decoder layers that keep 20 rows leave no windows there, so that the
+    hit is replayed.
+    """
+    engine = fresh_engine("f32", decoder)
+    for _ in range(2):
+        run(engine, [Request(PROMPT, GREEDY)])
+    value = engine.metrics.value
+    assert (value("prefill_rows_total"), value("replayed_rows_total")) == (prefilled, replayed)
+    assert (value("decode_rows_total"), value("decoder_rows_total")) == (14, kept)
+
+
 def test_scores_that_are_not_finite_end_one_request_alone():
     engine = fresh_engine("f32")
     (expected,) = run(engine, [Request(PROMPT, GREEDY)])
