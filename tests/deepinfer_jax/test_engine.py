@@ -296,8 +296,8 @@ def test_metrics_count_what_happened():
 def test_rows_are_counted_without_padding(decoder, prefilled, replayed, kept):
     """A prompt of 40 tokens and 7 rows behind it, twice; of the second one 32 tokens are a hit.
 
-    With windows held at the hit 8 rows are run then. Decoder layers that keep 20 rows leave no windows there, so that the
-    hit is replayed.
+    With windows held at the hit 8 rows are run then. Decoder layers that keep 20 rows leave no windows there, so that
+    the hit is replayed.
     """
     engine = fresh_engine("f32", decoder)
     for _ in range(2):
