@@ -17,6 +17,7 @@ from deepinfer_jax.cache.snapshot import META
 from deepinfer_jax.handover import Handover
 from serving.errors import ServingError, refusal
 from serving.kv_sections import StatePlan
+from serving.leases import RELEASED
 from serving.proto.deepinfer.v1.kv_transfer_pb2 import KvEndpoint
 
 _log = logging.getLogger("serving.kv")
@@ -107,6 +108,11 @@ class HeldState:
         """Tokens whose sections are there."""
         tokens = self.complete_pages * self.handover.form.layout.block_tokens
         return self.plan.computed if self.complete else min(self.plan.computed, tokens)
+
+    @property
+    def received(self) -> bool:
+        """Whether it ended because a receiver has all of it."""
+        return self.complete and self.ended == RELEASED
 
     def computed_at(self) -> float | None:
         """When the last token was computed, by ``time.monotonic``; None before."""

@@ -13,6 +13,8 @@ from deepinfer_jax.errors import ConfigError
 from serving.errors import refusal
 
 DEFAULT_LEASE_SECONDS = 45.0
+RELEASED = "released"
+"""Why a state ended that was given back."""
 
 
 @runtime_checkable
@@ -142,7 +144,7 @@ class Leases(Generic[_State]):
             self.counts.unknown += 1
             return False
         self.counts.released += 1
-        self._end(kv_id, "released")
+        self._end(kv_id, RELEASED)
         return True
 
     def drop(self, kv_id: str, reason: str) -> None:

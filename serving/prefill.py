@@ -165,7 +165,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         told = 0
         while not computing.done():
             await _first_of(computing, job.state.changed())
-            if job.state.ended is not None:
+            # Who goes on with it may have all of it before the engine's step is over.
+            if job.state.ended is not None and not job.state.received:
                 raise refusal("CALL_CANCELLED", f"the state was given up: {job.state.ended}")
             if not computing.done() and job.state.computed_tokens > told:
                 told = job.state.computed_tokens
@@ -191,9 +192,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if meta is not None:
             size = snapshot_bytes(meta, self._form)
             seconds = self._leases.complete(job.kv_id, size)
-            if seconds is None:
+            if seconds is None and not job.state.received:
                 raise refusal("CALL_CANCELLED", f"the state was given up: {job.state.ended}")
-            done.kv.CopyFrom(self._handle(job, size, time.time() + seconds))
+            done.kv.CopyFrom(self._handle(job, size, time.time() + (seconds or 0.0)))
         else:
             assert reason is not None
             finished = Finished(reason, len(last.tokens), receipt, last.matched)

@@ -6,6 +6,7 @@ Two workers over tiny f32 engines with compact decoder replay. Every test ends b
 import asyncio
 import dataclasses
 import math
+import threading
 import time
 
 import grpc
@@ -21,7 +22,7 @@ from serving.errors import (
     StateError,
     UnavailableError,
 )
-from serving.event_messages import prompt_logprobs_event
+from serving.event_messages import delta_event, prompt_logprobs_event
 from serving.generate_call import GenerateCall
 from serving.kv_sections import StatePlan
 from serving.kv_transport import TransportError
@@ -259,6 +260,39 @@ def test_releasing_ends_a_computation_and_a_state():
             with pytest.raises(StateError) as refused:
                 await workers.collect(workers.go_on(CALL, handle), CALL)
             assert refused.value.reason == "KV_EXPIRED"
+
+    asyncio.run(run())
+
+
+def test_a_state_may_be_received_before_its_prompt_is_said_to_be_done(shared):
+    """The engine's step goes on, perhaps for long, behind the state that it has handed over."""
+
+    async def run():
+        async with split("f32", "compact", shared=shared) as workers:
+            told = threading.Event()
+
+            def hold_news(engine):
+                step = engine.step
+
+                def late():
+                    news = step()
+                    assert not any(output.finish_reason for output in news) or told.wait(60)
+                    return news
+
+                engine.step = late
+
+            await workers.prefill_engine.call(hold_news)
+            prompt = workers.begin(CALL)
+            handle = (await workers.next(prompt)).accepted.kv
+            answer = await workers.collect(workers.go_on(CALL, handle), CALL)
+            await eventually(lambda: workers.worker.leases.counts.released == 1)
+            told.set()
+            while (event := await workers.next(prompt)) is not None:
+                last = event
+            assert last.done.kv.kv_id == handle.kv_id
+            assert last.done.receipt.prefill_worker == "prefill"
+            (wanted,) = alone("f32", "compact", Request(CALL.prompt, GREEDY))
+            assert [*delta_event(last.done.first).tokens, *answer.tokens] == wanted.tokens
 
     asyncio.run(run())
 
