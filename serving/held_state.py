@@ -111,8 +111,8 @@ class HeldState:
 
     @property
     def received(self) -> bool:
-        """Whether it ended because a receiver has all of it."""
-        return self.complete and self.ended == RELEASED
+        """Whether it was given back once it was computed: a receiver may have all of it before that is known here."""
+        return self.handover.meta is not None and self.ended == RELEASED
 
     def computed_at(self) -> float | None:
         """When the last token was computed, by ``time.monotonic``; None before."""

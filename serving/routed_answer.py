@@ -322,9 +322,12 @@ class RoutedAnswer:
             side, worker = "decode", decode.place.worker
         else:
             raise error
+        if error.code not in _ELSEWHERE or error.reason in _NOWHERE:
+            # It comes from the request, its deadline or its reader, and would come everywhere.
+            raise error
         self._note(error, side, worker)
         self._failures += 1
-        if error.code not in _ELSEWHERE or error.reason in _NOWHERE or self._failures >= self._route.settings.attempts:
+        if self._failures >= self._route.settings.attempts:
             raise error
         self._route.metrics.repeats.labels(side).inc()
         if self._transcript.fresh:

@@ -12,6 +12,9 @@ import hypothesis
 import jax
 import pytest
 
+# A fixture.
+from tests.quick_compilation import quickly_compiled  # noqa: F401
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

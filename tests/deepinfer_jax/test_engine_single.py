@@ -23,6 +23,8 @@ from deepinfer_jax.text.tokenizer import Tokenizer
 from tests.checkpoints import golden_model, prompts
 from tests.golden import DATA, document, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CHAINS = document("tiny-a/greedy_f32.json")
 # Scores closer than this could change places by rounding; design, section 3.
 CLEAR = 1e-3

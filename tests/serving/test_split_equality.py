@@ -5,14 +5,17 @@ of the request alone on one engine. In mode bounded this holds for answers that 
 agree with whole sequences that are folded over the replays of their receipts: log-probabilities within 2e-4, tokens
 where their choice is clear. Engines have other pools, slots, ring lengths and tiles; freed slots and blocks are NaN.
 Requests share beginnings and continue each other, several are open at a time, and states are fetched while they are
-computed.
+computed. The same once more with delays drawn for every place where threads, tasks and servers meet: nothing may depend
+on what comes first there, and no worker may have to be tried twice.
 """
 
+import logging
 from collections import Counter
 
 import pytest
 
 from tests.serving.cells import Cell, check_alone, check_hand_over, check_replayed, tally, through
+from tests.serving.delays import delays
 from tests.serving.random_requests import features, plans, tokenizer
 
 FEW, ALL = 40, 200
@@ -50,8 +53,16 @@ def test_the_requests_are_of_all_kinds(count):
     assert names - set(seen) == set()
 
 
+@pytest.fixture
+def untroubled(caplog):
+    """No worker fails a request."""
+    yield
+    assert [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING] == []
+
+
 @every_cell
 @counts
+@pytest.mark.usefixtures("untroubled")
 def test_answers_are_those_of_one_engine(cell, count):
     asked = through(cell, count)
     seen = tally(asked)
@@ -74,3 +85,14 @@ def test_answers_are_those_of_one_engine(cell, count):
         # Which hits there are depends on which worker has computed what by then.
         assert seen["clear tokens"] > seen["behind replays"] > 0
         assert seen["unlike exact"]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.decoders], ids=str)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.usefixtures("untroubled")
+def test_answers_do_not_depend_on_what_comes_late(cell, seed):
+    with delays(seed):
+        asked = through(cell, FEW)
+    assert tally(asked)["handed over"]
+    for one in asked:
+        check(cell, one)

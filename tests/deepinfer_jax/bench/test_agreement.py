@@ -13,6 +13,8 @@ from deepinfer_jax.numerics import F32
 from tests.checkpoints import golden_model, prompts
 from tests.golden import tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 
 def test_choice_and_margin_are_those_of_the_golden_logits():
     config, params = golden_model("quant", "f32")

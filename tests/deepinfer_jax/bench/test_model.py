@@ -11,6 +11,8 @@ from deepinfer_jax.model.transformer import Model
 from deepinfer_jax.numerics import F32
 from tests.engines import one_layer_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_dict(one_layer_configuration())
 # A prompt that fills its tiles only in part, in shapes that no other test compiles before.
 WORK = Workload(batch=3, prompt=130, steps=3, repeats=2)

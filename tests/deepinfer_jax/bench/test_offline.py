@@ -11,6 +11,8 @@ from deepinfer_jax.errors import InputError
 from deepinfer_jax.tracing import STEP_NAME
 from tests.running_engines import tiny_model
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 
 def test_every_concurrency_is_a_row_and_the_trace_has_its_steps(tmp_path):
     config, numerics, params = tiny_model("f32")

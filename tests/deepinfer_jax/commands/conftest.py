@@ -18,6 +18,7 @@ from deepinfer_jax.commands import generate as generate_module
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.engine_build import build_engine
 from tests.golden import DATA
+from tests.quick_compilation import QUICK_ENVIRONMENT
 
 REPOSITORY = DATA.parent.parent
 # A test run in the background inherits an ignored SIGINT; a command at a terminal does not.
@@ -75,7 +76,7 @@ def start() -> Callable[..., subprocess.Popen]:
     """Start a command line in a process of its own, with byte streams that hold nothing back."""
 
     def popen(*arguments: object) -> subprocess.Popen:
-        environment = os.environ | {
+        environment = os.environ | QUICK_ENVIRONMENT | {
             "PYTHONPATH": str(REPOSITORY),
             "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".jax_cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",

@@ -17,6 +17,8 @@ from deepinfer_jax.commands import bench, settings
 from pallas_kernels import TransposedWeight
 from tests.engines import one_layer_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 COMPARISON = Comparison(
     prompt=512,
     steps=64,

@@ -13,6 +13,8 @@ from deepinfer_jax.settings import EngineSettings
 from deepinfer_jax.text.tokenizer import Tokenizer
 from tests.golden import DATA, document
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 MODEL = DATA / "tiny-a" / "quant"
 PROMPTS = document("tiny-a/prompts.json")
 CHAINS = {name: chain["tokens"] for name, chain in document("tiny-a/greedy_f32.json").items()}

@@ -7,6 +7,8 @@ import pytest
 
 from tests.golden import DATA, document, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 MODEL = DATA / "tiny-a" / "quant"
 PROMPTS = document("tiny-a/prompts.json")
 LOGIT_TOLERANCE = 2e-4

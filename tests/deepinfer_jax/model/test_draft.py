@@ -26,6 +26,8 @@ from deepinfer_jax.numerics import Numerics
 from tests.checkpoints import golden_model
 from tests.golden import tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 TOLERANCE = {"f32": 2e-4, "f32q": 1e-3}
 
 

@@ -24,6 +24,8 @@ from deepinfer_jax.topology import LayerPlan, topology
 from tests.checkpoints import golden_model, prompts
 from tests.golden import tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 TOKENS = prompts()["p3w_plus1"]
 LENGTH = len(TOKENS)
 LAYERS = range(11)

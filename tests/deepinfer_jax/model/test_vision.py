@@ -17,6 +17,8 @@ from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import BF16, F32
 from tests.golden import DATA, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_directory(DATA / "tiny-a" / "bf16")
 CHECKPOINT = tensors("tiny-a/bf16/model.safetensors")
 TOWER = tensors("vision/tower.safetensors")

@@ -38,6 +38,8 @@ from deepinfer_jax.topology import LayerKind, topology
 from tests.checkpoints import golden_model
 from tests.golden import tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 SHAPE = StepShape(decode_rows=0, prefill_tiles=1, tile_rows=16)
 TOLERANCE = 2e-4
 

@@ -13,6 +13,8 @@ from examples.conformance.kit import CHAIN_TOKENS, CHECKPOINT, PROMPTS_FILE, Kit
 from examples.conformance.recording import run_kit
 from tests.golden import DATA
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 SHIPPED = DATA.parent.parent / "deepinfer_jax" / "default_model"
 LARGEST = 3 << 20  # bytes, without the checkpoint
 

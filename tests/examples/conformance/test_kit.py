@@ -19,6 +19,8 @@ from examples.conformance.comparison import CLEAR_GAP
 from examples.conformance.kit import CHAIN_TOKENS, INPUTS, Kit, read_arrays, write_arrays
 from tests.engines import TINY_ENGRAM, tiny_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CHANGES = {
     "vocab_size": 320,
     "num_hidden_layers": 4,

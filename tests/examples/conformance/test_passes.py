@@ -9,6 +9,8 @@ from examples.conformance.passes import TracedModel
 from examples.conformance.selections import SCORES_OF, selection_gaps, spreads
 from tests.golden import DATA, document, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 TOKENS = document("tiny-a/prompts.json")["p3w_plus1"]
 TOLERANCE = 1e-4
 

@@ -15,6 +15,8 @@ from examples.train_tiny.continuations import continue_prompts, draw_prompts, is
 from examples.train_tiny.losses import next_token_losses, run_windows
 from tests.engines import tiny_drafting_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_dict(tiny_drafting_configuration())
 DRAFTS = CONFIG.draft.block_size
 LENGTH = 48

@@ -18,6 +18,8 @@ from examples.train_tiny.losses import answers, index_losses, next_token_losses,
 from examples.train_tiny.optimisation import CURVE_FILE, Schedule
 from tests.engines import tiny_configuration, tiny_drafting_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_dict(tiny_configuration())
 LENGTH = 48
 SCHEDULE = Schedule(steps=6, batch=2, decay=2, stored_steps=2, warm_up=2, save_every=2)

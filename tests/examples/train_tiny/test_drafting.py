@@ -32,6 +32,8 @@ from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, NOTHING, DraftWind
 from tests.engines import tiny_drafting_configuration
 from tests.examples.train_tiny.test_backbone import curve
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_dict(tiny_drafting_configuration())
 LENGTH = 48
 

@@ -22,6 +22,8 @@ from tests.checkpoints import golden_model, prompts
 from tests.engines import tiny_configuration
 from tests.golden import tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 LENGTH, TOP_K = 48, 8
 # Window only, ratio 2, candidate source, selection inside its candidates, and a layer that reuses that selection.
 KV_SOURCE = {1: 1, 2: 2, 3: 2, 4: 2}

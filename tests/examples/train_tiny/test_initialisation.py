@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.params import Parameter
@@ -12,6 +13,8 @@ from deepinfer_jax.model.transformer import Model
 from examples.train_tiny.initialisation import TABLE_SCALE, ZERO, first_parameters
 from examples.train_tiny.losses import run_windows
 from tests.engines import tiny_drafting_configuration
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 CONFIG = ModelConfig.from_dict(tiny_drafting_configuration())
 DESCRIBED = dataclasses.replace(Model.describe(CONFIG), token_map=None)

@@ -8,6 +8,8 @@ import pytest
 from deepinfer_jax.model.params import Parameter, Stored
 from examples.train_tiny.optimisation import Schedule, muon_and_adam
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 SCHEDULE = Schedule(steps=100, batch=1, decay=40, stored_steps=10, peak_rate=1e-2, warm_up=10, weight_decay=0.0)
 SHAPES = {"experts": (3, 16, 32), "matrix": (24, 16), "table": (40, 16)}
 STORED = {"experts": Stored.FP4_ROWS, "matrix": Stored.FP8_BLOCKS, "table": Stored.BF16}

@@ -14,6 +14,8 @@ from examples.train_tiny.continuations import continue_prompts, is_loop
 from examples.train_tiny.own_text import CONTEXT, NEW_TOKENS, NOTHING, DraftWindows, own_text
 from tests.engines import tiny_drafting_configuration
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = ModelConfig.from_dict(tiny_drafting_configuration())
 TEXT = [np.random.default_rng(2).integers(4, CONFIG.vocab_size, 900, np.int32)]
 LENGTH = CONTEXT + NEW_TOKENS + 1

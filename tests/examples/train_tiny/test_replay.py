@@ -30,6 +30,8 @@ from tests.checkpoints import golden_model
 from tests.examples.train_tiny.test_evaluation import CONFIG, random_model
 from tests.golden import DATA, document, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 GOLDEN = document("replay/replay_tiny_a.json")["cases"]
 GOLDEN_TOLERANCE = 2e-4
 GOLDEN_LENGTH = 160  # one compiled length for all cases; what follows a token does not change it
