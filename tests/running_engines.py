@@ -86,7 +86,7 @@ def fresh_engine(
     numerics: str, decoder: str = "off", clock=None, store=None, build=built, tokenizer=None, **changes
 ) -> Engine:
     """A new engine over a NaN-filled state of its own. Settings that change no shape may be changed."""
-    assert not jax.config.values["jax_disable_most_optimizations"], "these engines are shared by tests of equality bit for bit"
+    assert not jax.config.values["jax_disable_most_optimizations"], "tests of equality bit for bit share these engines"
     first = build(numerics, decoder)
     # What is compiled and the parameters are shared; the state is replaced before anything runs.
     device = copy.copy(first._device)

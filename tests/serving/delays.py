@@ -1,4 +1,4 @@
-"""Delays where threads, tasks and servers meet, drawn from a seed: orders of events that a quiet machine seldom shows."""
+"""Delays where threads, tasks and servers meet, drawn from a seed: orders of events that are seldom seen without."""
 
 import asyncio
 import contextlib

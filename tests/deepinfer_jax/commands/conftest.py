@@ -76,12 +76,16 @@ def start() -> Callable[..., subprocess.Popen]:
     """Start a command line in a process of its own, with byte streams that hold nothing back."""
 
     def popen(*arguments: object) -> subprocess.Popen:
-        environment = os.environ | QUICK_ENVIRONMENT | {
-            "PYTHONPATH": str(REPOSITORY),
-            "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".jax_cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        environment = (
+            os.environ
+            | QUICK_ENVIRONMENT
+            | {
+                "PYTHONPATH": str(REPOSITORY),
+                "JAX_COMPILATION_CACHE_DIR": str(REPOSITORY / ".jax_cache"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
+        )
         return subprocess.Popen(
             [sys.executable, "-c", START, *map(str, arguments)],
             stdout=subprocess.PIPE,

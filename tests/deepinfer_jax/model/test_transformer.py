@@ -22,6 +22,8 @@ from pallas_kernels import TransposedWeight
 from tests.checkpoints import golden_model, prompt_batch, prompts, sequence_source
 from tests.golden import document, tensors
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 LENGTH = 208
 TILE_ROWS = 16
 LOGIT_TOLERANCE = 2e-4
