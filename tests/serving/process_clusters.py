@@ -144,13 +144,15 @@ class Cluster:
         self.running[name].popen.wait()
 
     def log(self, name):
-        lines = self.running[name].log.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        # The last line may be half written.
+        lines = self.running[name].log.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
     def calls(self, name, request_id):
         """Method and status of a request's calls in the log of a process, once there are any."""
         end, calls = time.monotonic() + 30, []
         while not calls and time.monotonic() < end:
+            time.sleep(0.02)
             lines = [line for line in self.log(name) if line.get("request_id") == request_id and "method" in line]
             calls = [(line["method"], line["code"]) for line in lines]
         return calls
