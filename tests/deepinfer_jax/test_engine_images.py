@@ -19,6 +19,8 @@ from tests.checkpoints import golden_model
 from tests.golden import tensors
 from tests.running_engines import Answer, run
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 # Logits may differ by 2e-4; log-probabilities are held to the same.
 TOLERANCE = 2e-4
 CLEAR = 1e-3

@@ -28,6 +28,11 @@ CELLS = [
     # Nothing is handed over there, whatever the mode.
     if decoders or way[0] == "full"
 ]
+LATE = [
+    (Cell(2, 2, "full", "off", "exact"), 0),
+    (Cell(1, 1, "encoder_only", "compact", "bounded"), 0),
+    *(pytest.param(cell, seed, marks=pytest.mark.slow) for seed in range(1, 20) for cell in CELLS if cell.decoders),
+]
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
 counts = pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.slow)])
 
@@ -87,8 +92,7 @@ def test_answers_are_those_of_one_engine(cell, count):
         assert seen["unlike exact"]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.decoders], ids=str)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize(("cell", "seed"), LATE, ids=str)
 @pytest.mark.usefixtures("untroubled")
 def test_answers_do_not_depend_on_what_comes_late(cell, seed):
     with delays(seed):

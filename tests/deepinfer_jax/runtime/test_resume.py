@@ -149,7 +149,7 @@ def used_sender(numerics: str) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "numerics", ["f32", "f32q", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "released"))]
+    "numerics", ["f32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("f32q", "bf16", "released"))]
 )
 @settings(max_examples=5)
 @given(cut=st.integers(1, LENGTH - 2), more=st.integers(1, 40))
@@ -239,7 +239,7 @@ def test_a_cut_inside_an_image_span() -> None:
         np.testing.assert_array_equal(receiver.run(0, tokens, cut, len(tokens), **fields), want[cut:])
 
 
-@pytest.mark.parametrize("numerics", ["bf16", "f32q"])
+@pytest.mark.parametrize("numerics", ["bf16", pytest.param("f32q", marks=pytest.mark.slow)])
 def test_blocks_of_a_store_serve_elsewhere(numerics: str) -> None:
     """Bounded: a hit whose blocks came through a store equals one on the engine's own blocks."""
     hit, tokens = 64, tokens_of(1)
