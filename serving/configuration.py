@@ -99,6 +99,8 @@ class GatewaySection:
         max_requests: requests that may be open at a time; more are refused.
         max_prompt_tokens: prompt tokens that may wait for their first token at a time; more are refused.
         attempts: workers that a request may go to, one after the other, when workers fail.
+        return_seconds: how long an answer that has begun waits for a worker to come back where none is left; no longer
+            than its deadline.
         deadline_margin: seconds that a worker's deadline lies before the client's, so that its answer is in time.
         poll_seconds: how often workers are asked for their load.
         call_seconds: how long such a small question may take.
@@ -113,6 +115,7 @@ class GatewaySection:
     max_requests: int = 1024
     max_prompt_tokens: int = 1 << 22
     attempts: int = 4
+    return_seconds: float = 60.0
     deadline_margin: float = 0.1
     poll_seconds: float = 1.0
     call_seconds: float = 5.0
@@ -123,8 +126,9 @@ class GatewaySection:
         _check_choice("prefill", self.prefill, PREFILL_WAYS)
         _check_positive(self, "max_requests", "max_prompt_tokens", "attempts")
         _check_positive(self, "poll_seconds", "call_seconds", "resolve_seconds")
-        if not 0 <= self.deadline_margin < math.inf:
-            raise ConfigError("deadline_margin", self.deadline_margin, "0 or more seconds")
+        for name in ("deadline_margin", "return_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "0 or more seconds")
         for number, worker in enumerate(self.workers):
             name = worker.removeprefix("dns:")
             if name != worker or not worker.startswith("unix:"):

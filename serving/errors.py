@@ -146,6 +146,24 @@ def refusal(reason: str, message: str, **metadata: str) -> ServingError:
     return error_of(CODES[reason], message, reason, metadata, RETRY_SECONDS.get(reason))
 
 
+# Of what gRPC alone has reported. Nobody has cancelled the client's own call.
+_UNEXPLAINED: Mapping[grpc.StatusCode, tuple[str, str]] = MappingProxyType(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED: ("DEADLINE_PASSED", "the deadline passed before the answer was complete"),
+        grpc.StatusCode.UNAVAILABLE: ("NO_WORKER", "the worker was lost"),
+        grpc.StatusCode.CANCELLED: ("NO_WORKER", "the worker was lost"),
+    }
+)
+
+
+def explained(error: ServingError) -> ServingError:
+    """What the client of a gateway is told of a worker's failure: that failure, or a refusal where it has no reason."""
+    if error.reason:
+        return error
+    reason, sentence = _UNEXPLAINED.get(error.code, ("ENGINE_FAULT", "a worker failed"))
+    return refusal(reason, f"{sentence}: {error.message}")
+
+
 def bad_field(field: str, value: object, accepted: str, reason: str = "INVALID_FIELD") -> ServingError:
     """The refusal of one field's value.
 

@@ -12,7 +12,7 @@ import grpc
 
 from serving.configuration import GatewaySection
 from serving.decode_run import DecodeRun
-from serving.errors import OverloadedError, ServingError, StateError, refusal
+from serving.errors import OverloadedError, ServingError, StateError, explained, refusal
 from serving.event_messages import delta_event, finished_event, receipt_of
 from serving.events import Delta, Finished, PromptLogprobs, ServedReceipt, Started
 from serving.gateway_metrics import GatewayMetrics
@@ -244,14 +244,15 @@ class RoutedAnswer:
     # Places.
 
     async def _decode_place(self) -> Place:
-        settings = self._route.settings
+        settings, loop = self._route.settings, asyncio.get_running_loop()
+        end = loop.time() + settings.return_seconds
         while (place := self._find_decode_place()) is None:
-            if not self._transcript.fresh or self._failures >= settings.attempts:
-                raise self._decode_error or refusal("NO_WORKER", "no worker that answers can be reached")
+            if not self._transcript.fresh or loop.time() >= end:
+                message = "no worker of role decode or all can be reached"
+                raise explained(self._decode_error or refusal("NO_WORKER", message))
             # An answer that has begun is worth waiting until workers are asked again.
-            self._failures += 1
             self._failed_decode.clear()
-            await asyncio.sleep(settings.poll_seconds)
+            await asyncio.sleep(min(settings.poll_seconds, self._timeout()))
             self._check_aborted()
         assert place.worker.info is not None
         self._fingerprint = place.worker.info.fingerprint
@@ -278,16 +279,18 @@ class RoutedAnswer:
 
     def _begin_prefill(self) -> PrefillRun | None:
         """Send the prompt to a worker; None where the one that answers has to compute it."""
-        settings = self._route.settings
+        settings, seconds = self._route.settings, self._timeout()
         place = self._route.workers.prefill_place(len(self._call.prompt), self._failed_prefill)
         if place is None:
             # Where prefill workers have too much to do, decode workers must not get it on top of theirs.
             if not settings.prefill_fallback or isinstance(self._prefill_error, OverloadedError):
-                raise self._prefill_error or refusal("NO_WORKER", "no worker that computes prompts can be reached")
+                message = "no worker of role prefill can be reached"
+                raise explained(self._prefill_error or refusal("NO_WORKER", message))
             self._route.metrics.unassisted.inc()
             return None
+        # Whoever has a place leaves it: nothing may fail in between.
         call, metadata = self._worker_call(), self._envelope.metadata
-        return PrefillRun(place, call, _MODES[settings.prefill], self._timeout(), metadata, self._news.set)
+        return PrefillRun(place, call, _MODES[settings.prefill], seconds, metadata, self._news.set)
 
     def _begin_decode(self, place: Place, prefill: PrefillRun | None = None) -> None:
         self._check_aborted()
@@ -324,11 +327,11 @@ class RoutedAnswer:
             raise error
         if error.code not in _ELSEWHERE or error.reason in _NOWHERE:
             # It comes from the request, its deadline or its reader, and would come everywhere.
-            raise error
+            raise explained(error)
         self._note(error, side, worker)
         self._failures += 1
         if self._failures >= self._route.settings.attempts:
-            raise error
+            raise explained(error)
         self._route.metrics.repeats.labels(side).inc()
         if self._transcript.fresh:
             self._failovers += 1

@@ -68,7 +68,8 @@ class Cell:
             gate = await stack.enter_async_context(gateway(*addresses, **settings))
 
             async def idle():
-                return all([await worker.idle() for worker in workers])
+                placed = any(worker.account.open_requests for worker in gate.workers)
+                return not placed and all([await worker.idle() for worker in workers])
 
             yield gate.client, idle
 

@@ -67,6 +67,7 @@ async def served(workers, work, **settings):
         gate = await stack.enter_async_context(gateway(*addresses, **settings))
         result = await work(gate)
         await eventually(lambda: not gate.server.guard.running)
+        assert not any(worker.account.open_requests for worker in gate.workers)
         await gate.service.close()
         # Before the connections end, which would end every call.
         await eventually(lambda: not any(worker.running for worker in workers))
@@ -292,7 +293,7 @@ def test_an_answer_does_not_go_on_with_other_weights():
         # What begins is another matter.
         return await gate.client.complete(PROMPT, PARAMS)
 
-    assert asyncio.run(served((one, other), work)).tokens == (5, 6, 7, 8)
+    assert asyncio.run(served((one, other), work, return_seconds=0.2)).tokens == (5, 6, 7, 8)
 
 
 def scored(first_position, count, seq=0):
@@ -316,6 +317,60 @@ def test_an_answer_waits_for_its_only_worker():
     answer = ask(prefill_worker("p"), decode, attempts=6)
     assert answer.tokens == (5, 6, 7, 8)
     assert answer.finished.receipt.failovers == 2
+
+
+def test_an_answer_waits_for_its_only_worker_as_long_as_it_is_told_to():
+    """Each time that workers are asked finds none; that is no attempt. The deadline ends it too."""
+
+    async def work(gate):
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(ServingError) as error:
+            await gate.client.complete(PROMPT, PARAMS, timeout=1.0)
+        return error.value, asyncio.get_running_loop().time() - begin
+
+    def wait(**settings):
+        async def stay_away(call):
+            decode.load.draining = True
+
+        decode = decode_worker("d", [*WHOLE[:2], stay_away, GONE])
+        return asyncio.run(served((decode,), work, poll_seconds=0.05, **settings))
+
+    error, seconds = wait(return_seconds=0.4)
+    assert (error.reason, error.retry_after) == ("NO_WORKER", 1.0)
+    assert 0.4 <= seconds < 0.9
+    error, seconds = wait()
+    assert error.reason == "DEADLINE_PASSED"
+    assert seconds < 1.0
+
+
+def test_what_grpc_alone_reports_has_a_reason_for_the_client():
+    gone = decode_worker("d", [STARTED, GONE])
+    assert refused(gone, attempts=1).reason == "NO_WORKER"
+    cancelled = decode_worker("d", [STARTED, error_of(grpc.StatusCode.CANCELLED, "cancelled")])
+    assert refused(cancelled, attempts=1).reason == "NO_WORKER"
+    failed = decode_worker("d", [STARTED, error_of(grpc.StatusCode.UNKNOWN, "odd")])
+    assert (refused(failed, attempts=1).reason, refused(failed, attempts=1).code) == (
+        "ENGINE_FAULT",
+        grpc.StatusCode.INTERNAL,
+    )
+
+    async def late(gate):
+        with pytest.raises(DeadlineError) as error:
+            await gate.client.complete(PROMPT, PARAMS, timeout=0.5)
+        return error.value
+
+    error = asyncio.run(served((decode_worker("d", [STARTED, forever]),), late, deadline_margin=0.2))
+    assert error.reason == "DEADLINE_PASSED"
+
+
+def test_a_deadline_that_is_too_close_occupies_no_worker():
+    async def work(gate):
+        with pytest.raises(DeadlineError):
+            await gate.client.complete(PROMPT, PARAMS, timeout=1.0)
+
+    prefill, decode = prefill_worker("p"), decode_worker("d", WHOLE)
+    asyncio.run(served((prefill, decode), work, deadline_margin=2.0))
+    assert (prefill.prefilled, decode.generated) == ([], [])
 
 
 def test_a_worker_that_was_lost_is_not_asked_until_it_is_found_well():
