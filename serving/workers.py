@@ -19,7 +19,11 @@ DECODERS = ("decode", "all")
 """Roles of workers that answer."""
 
 # Workers that differ in one of these would answer the same request differently, or cannot exchange state.
-_COMPARED = ("fingerprint", "vocabulary", "page_tokens", "keep", "replay_mode", "deterministic")
+# What people know something by comes before the fingerprint, which depends on most of it.
+_COMPARED = (
+    *("weights_id", "vocabulary", "numerics", "page_tokens"),
+    *("keep", "replay_mode", "deterministic", "fingerprint"),
+)
 
 
 class Place:
