@@ -30,7 +30,7 @@ EPILOG = """
 \b
 Examples:
   deepinfer-jax inspect --preset v4.1-flash
-  deepinfer-jax generate --prompt 'def main(argv=None):' --max-tokens 64
+  deepinfer-jax generate --prompt 'def main(argv=None):' --temperature 0
   deepinfer-jax generate --model MODEL --messages chat.json
   deepinfer-jax logits --model MODEL --token-ids 0,17,25 --out logits.npz
   deepinfer-jax synthesize --preset mini-40 MODEL

@@ -20,15 +20,15 @@ class EngineSettings:
 
     Attributes:
         slots: requests that run at a time, on each shard.
-        blocks: blocks in each shard's page pools; None takes as many as the memory holds that the next two name.
+        blocks: blocks in each shard's page pools; absent: as many as the memory holds that the next two name.
         memory_fraction: share of the memory that each shard's device has free beside the parameters, above 0 to 1, for
-            its page pools; None takes ``memory``. What steps need besides must fit into the rest.
+            its page pools; absent: ``memory`` says it. What steps need besides must fit into the rest.
         memory: bytes of each shard's page pools.
         block_tokens: tokens of a block; also the rows of a prefill tile unless ``tile_rows`` says otherwise.
-        max_context: most tokens of a request, prompt and answer; None takes the model's most.
+        max_context: most tokens of a request, prompt and answer; absent: the model's most.
         decode_rows: sizes of decode steps; the largest is at least ``slots`` where every request shall run each step.
         prefill_tiles: sizes of prefill steps, in tiles; the largest is the token budget of a step.
-        tile_rows: rows of a prefill tile.
+        tile_rows: rows of a prefill tile; absent: ``block_tokens``.
         replay: how windows are rebuilt behind a prefix hit.
         deterministic: results depend on nothing but the request; slower, see ``docs/engine.md``.
         max_waiting: requests that may wait; more are refused.
@@ -39,7 +39,7 @@ class EngineSettings:
         compile_ahead: compile and time every step before the engine starts; otherwise each when it is first needed, so
             that a first token comes sooner and later ones wait.
         preemption: how a request that gave way comes back: by a snapshot, by running its tokens again, or by cost.
-        max_drafts: drafts that a step may verify, for which the window rings have room; None takes the model's block.
+        max_drafts: drafts that a step may verify, for which the window rings have room; absent: the model's block.
         store_patience: seconds that a new request waits for what a block store has of its prompt.
         store_queue: blocks that may wait for the store to take them; the oldest are given up.
         recorded_steps: steps that the flight recorder keeps.

@@ -62,7 +62,7 @@ class ServedReceipt:
         worker, prefill_worker: who did that, and who computed the prompt where that is another one.
         handed_over_bytes: size of the state between them, by ``transport``.
         exposed_bytes: of these, what had not arrived when the last token was computed.
-        failovers: how often the request went on with another worker.
+        failovers: how often the answer went on with another worker after tokens of it had come.
         timing: where the time went.
     """
 

@@ -27,7 +27,7 @@ def join_receipts(
     Args:
       last: of the worker that generated the last token.
       prefill: of the worker that computed the prompt, where that is another one.
-      failovers: how often the request went on with another worker.
+      failovers: how often the answer went on with another worker after tokens of it had come.
       first: seconds from arrival to the first token.
       decode: seconds from the first token to the last.
       total: seconds from arrival to the end.

@@ -38,7 +38,7 @@ _DRAWN_SEED_BITS = 32
 EPILOG = """
 \b
 Examples:
-  deepinfer-jax generate --prompt 'def main(argv=None):' --max-tokens 64
+  deepinfer-jax generate --prompt 'def main(argv=None):' --max-tokens 64 --temperature 0
   deepinfer-jax generate --model MODEL --prompt 'The lighthouse' --temperature 0
   deepinfer-jax generate --model MODEL --messages chat.json --thinking > answer.txt
   echo '[{"role": "user", "content": "Hello"}]' | deepinfer-jax generate --model MODEL --messages -

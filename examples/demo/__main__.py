@@ -1,5 +1,6 @@
 """``make demo``: a prefill worker, a decode worker and a gateway on this machine, and a client that asks them."""
 
+import argparse
 import socket
 import sys
 import tempfile
@@ -23,9 +24,15 @@ CHAT = Path(__file__).parent.parent / "chat.json"
 CODE = "def main(argv=None):"
 MAX_TOKENS = 48
 SECONDS = 600.0
+DESCRIPTION = """
+Start a prefill worker, a decode worker and a gateway on this machine, let a client ask them to continue code and twice
+to answer a chat, print the answers and what was done for them, and end the servers. There are no other arguments.
+"""
 
 
 def main() -> None:
+    # Before anything is started: it may be that only the help is asked for.
+    argparse.ArgumentParser(prog="python -m examples.demo", description=DESCRIPTION).parse_args()
     interrupt_on_signals()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as directory:

@@ -1,6 +1,6 @@
-"""``python -m examples.grpc_client [ADDRESS]``: one streamed answer, a chat's text, and what was done for it."""
+"""``python -m examples.grpc_client [ADDRESS]``: one streamed answer, and what was done for it."""
 
-import sys
+import argparse
 
 from deepinfer_jax.checkpoint.default_model import default_model
 from deepinfer_jax.request import SamplingParams
@@ -10,9 +10,20 @@ from serving.events import Delta, Finished, Started
 
 ADDRESS = "127.0.0.1:8500"
 PROMPT = "def main(argv=None):"
+DESCRIPTION = f"""
+Ask a running server of the shipped model to continue {PROMPT!r}; print the answer as it comes, and what was done for
+it. Start a server with "deepinfer-jax serve" or "python -m examples.cluster".
+"""
 
 
-def main(address: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.grpc_client", description=DESCRIPTION)
+    text = "HOST:PORT or unix:PATH of the server (default: %(default)s)"
+    parser.add_argument("address", nargs="?", default=ADDRESS, metavar="ADDRESS", help=text)
+    ask(parser.parse_args().address)
+
+
+def ask(address: str) -> None:
     # Servers take and give token ids; the text is the client's business.
     tokenizer = Tokenizer.from_directory(default_model())
     text = TextStream(tokenizer)
@@ -30,4 +41,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or [ADDRESS]))
+    main()

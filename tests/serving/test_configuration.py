@@ -1,5 +1,6 @@
 """The configuration of servers: defaults, files, overrides, and what is refused."""
 
+import re
 import tomllib
 
 import pytest
@@ -22,6 +23,14 @@ def test_the_printed_configuration_is_the_configuration() -> None:
     printed = configuration.toml()
     assert read_table(Configuration(), tomllib.loads(printed)) == configuration
     assert "# requests that may be open at a time; more are refused.\nmax_requests = 1024\n" in printed
+
+
+def test_the_printed_configuration_says_what_an_absent_key_means_in_words_of_its_file() -> None:
+    lines = Configuration().toml().splitlines()
+    comments = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+    assert not {"None", "True", "False"} & set(re.findall(r"\w+", comments))
+    absent = [line for line in lines if re.fullmatch(r"# \w+ =", line)]
+    assert comments.count("absent: ") == len(absent) == 5
 
 
 def test_a_file_is_read_and_overrides_win(tmp_path) -> None:

@@ -60,7 +60,10 @@ def test_bytes_that_are_no_message_are_refused(content):
 
 def test_too_large_a_message_is_refused():
     with in_thread(ScriptedService(WHOLE)) as target:
-        assert isinstance(failure_of(target, b"\0" * (MESSAGE_BYTES + 1)), OverloadedError)
+        error = failure_of(target, b"\0" * (MESSAGE_BYTES + 1))
+    assert isinstance(error, OverloadedError)
+    # gRPC's own answer: nothing says what it was, or that it may be repeated.
+    assert (error.reason, error.metadata, error.retry_after) == ("", {}, None)
 
 
 def test_what_nobody_foresaw_is_logged_and_tells_nothing(caplog):
@@ -293,3 +296,4 @@ def test_unknown_methods_are_unimplemented():
             with pytest.raises(grpc.RpcError) as caught:
                 raw_unary(target, method, b"", 10.0)
             assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert error_from(caught.value).reason == ""
