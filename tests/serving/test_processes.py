@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,25 @@ def test_a_gateway_that_is_told_to_end_finishes_what_it_has_and_takes_nothing_ne
     assert isinstance(seen[-1], Finished)
     assert len(tokens_of(seen)) == 400
     assert cluster.running["g"].popen.wait(60) == 0
+
+
+@pytest.mark.parametrize("name", ["d1", "g"])
+def test_a_second_signal_refuses_what_runs_and_ends_the_process_in_order(cluster, name):
+    running = cluster.client(name).generate(PROMPT, replace(LONG, max_tokens=4000), salt=b"o")
+    until(running, Delta)
+    process = cluster.running[name]
+    process.popen.terminate()
+    # Two signals that come together are one.
+    while not any(line["message"] == "stopping" for line in cluster.log(name)):
+        time.sleep(0.02)
+    process.popen.terminate()
+    with pytest.raises(UnavailableError) as refused:
+        list(running)
+    assert refused.value.reason == "DRAINING"
+    assert process.popen.wait(60) == 130
+    lines = process.log.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("{")] == []
+    assert cluster.log(name)[-1]["message"] == "ended"
 
 
 def test_one_process_does_everything_and_shows_its_metrics(model, tmp_path):
