@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from serving.addresses import check_free
 from serving.configuration import ROLES, Configuration, load_configuration, merged, parse_override
 from serving.deployment import deploy, process_name
 from serving.loaded_engine import load_engine
@@ -100,6 +101,9 @@ def run(configuration: Configuration) -> None:
       KeyboardInterrupt: a second signal came, and what ran was refused.
     """
     name, server = process_name(configuration), configuration.server
+    check_free(server.listen, "server.listen")
+    if configuration.metrics.listen:
+        check_free(configuration.metrics.listen, "metrics.listen")
     start_logging(configuration.logging.level, configuration.logging.format, name, logging.StreamHandler())
     built = None
     if server.role != "gateway":

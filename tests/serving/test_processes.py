@@ -6,6 +6,7 @@ Workers of a tiny model, deterministic and exact, so that what goes on elsewhere
 import concurrent.futures
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -217,6 +218,18 @@ def test_wrong_configurations_end_with_one_sentence(tmp_path):
     path.write_text("[server]\nrole = 'gateway'\n", encoding="utf-8")
     ended = serve("--config", str(path))
     assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+
+
+def test_addresses_that_cannot_be_had_are_refused_before_anything_is_loaded(tmp_path):
     ended = serve("--role", "gateway", "--worker", "127.0.0.1:1", "--listen", f"unix:{tmp_path / 'none' / 's'}")
-    assert ended.returncode == 3
-    assert "'server.listen'" in ended.stderr.splitlines()[-1]
+    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+    assert f"there is no directory {tmp_path / 'none'}" in ended.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for role in ("all", "prefill"):
+            ended = serve("--role", role, "--model", str(tmp_path), "--listen", address)
+            assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+            assert f"'server.listen' is '{address}'; accepted: an address that is free" in ended.stderr
+        ended = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--metrics", address)
+        assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+        assert f"'metrics.listen' is '{address}'; accepted: an address that is free" in ended.stderr
