@@ -15,9 +15,12 @@ from dataclasses import replace
 
 import pytest
 
+from deepinfer_jax.errors import ConfigError
 from serving.client import Client
+from serving.configuration import load_configuration
 from serving.errors import UnavailableError
 from serving.events import Delta, Finished, Started
+from serving.loaded_engine import load_engine
 from serving.processes import Processes
 from tests.serving.process_clusters import (
     CONFIGURATION,
@@ -233,3 +236,10 @@ def test_addresses_that_cannot_be_had_are_refused_before_anything_is_loaded(tmp_
         ended = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--metrics", address)
         assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
         assert f"'metrics.listen' is '{address}'; accepted: an address that is free" in ended.stderr
+
+
+def test_more_context_than_the_model_has_is_refused_before_it_is_read(model):
+    configuration = load_configuration(None, {"model": {"directory": str(model)}, "engine": {"max_context": 4097}})
+    sentence = "'engine.max_context' is 4097; accepted: at most 4096, the model's max_position_embeddings"
+    with pytest.raises(ConfigError, match=sentence):
+        load_engine(configuration, "w", pytest.fail)
