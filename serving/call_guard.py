@@ -1,8 +1,8 @@
 """What every call of the protocol goes through on its server, before and after its handler.
 
-Requests are decoded, deadlines demanded and exceptions turned into statuses here, calls counted and logged, and new
-work refused while the server is draining. A cancelled call stays cancelled: its exception is never swallowed, since
-gRPC would leak what belongs to the call.
+Requests are decoded, deadlines demanded and exceptions turned into statuses here, calls counted and logged, new work
+refused while the server is draining, and what runs refused at its end. A cancelled call stays cancelled: its exception
+is never swallowed, since gRPC would leak what belongs to the call.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         self._worker, self._refused = worker, refused_while_draining
         self._draining = False
         self._running = 0
+        self._limits: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -62,6 +63,12 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
     def drain(self) -> None:
         """Refuse new work from now on; what runs goes on."""
         self._draining = True
+
+    def end(self) -> None:
+        """Refuse what runs too, wherever it is."""
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
 
     async def idle(self) -> None:
         """Wait until no handler runs."""
@@ -97,7 +104,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
                     if message is None:
                         accepted = "a message of the protocol"
                         raise bad_field("request", f"{len(content)} bytes that cannot be decoded", accepted)
-                    return await behaviour(message, call)
+                    return await self._until_the_end(behaviour(message, call))
                 except asyncio.CancelledError:
                     error = refusal("CALL_CANCELLED", "the call was cancelled")
                     raise
@@ -112,9 +119,23 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
         return guarded
 
+    async def _until_the_end(self, answer: Awaitable[Any]) -> Any:
+        """Wait for an answer, which :meth:`end` cancels."""
+        try:
+            # Tells its own end from the caller's cancellation, which passes.
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                return await answer
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _shutting_down() from error
+        finally:
+            self._limits.discard(limit)
+
     def _admit(self, call: ServedCall) -> None:
         if self._draining and call.method in self._refused:
-            raise refusal("DRAINING", "the server is shutting down")
+            raise _shutting_down()
         # Demands that there is a deadline.
         _ = call.remaining
 
@@ -132,6 +153,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+def _shutting_down() -> ServingError:
+    return refusal("DRAINING", "the server is shutting down")
 
 
 def _decoded(decode: Callable[[bytes], Any], content: bytes) -> Any:

@@ -43,6 +43,7 @@ async def deploy(
     built: tuple[Engine, ModelInfo] | None,
     stopping: asyncio.Event,
     listening: Callable[[str], None] = lambda address: None,
+    at_once: asyncio.Event | None = None,
 ) -> None:
     """Serve until told to stop, then finish what runs.
 
@@ -52,6 +53,7 @@ async def deploy(
       built: the engine and what it serves; None for a gateway. It is closed at the end.
       stopping: ends the service once it is set.
       listening: told the address. Health says when requests are welcome: of a gateway, once it has a worker.
+      at_once: refuses what runs once it is set behind ``stopping``.
 
     Raises:
       ConfigError: an address cannot be had.
@@ -68,10 +70,10 @@ async def deploy(
                 place = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepinfer-"))
                 workers = (f"{_UNIX}{Path(place, 'worker')}",)
             own = listen if role != "all" else workers[0]
-            worker = _worker(configuration, name, built, own, registries, stopping)
+            worker = _worker(configuration, name, built, own, registries, stopping, at_once)
             address = await stack.enter_async_context(worker)
         if role in ("all", "gateway"):
-            address = await stack.enter_async_context(_gateway(configuration, name, workers, registries))
+            address = await stack.enter_async_context(_gateway(configuration, name, workers, registries, at_once))
         if configuration.metrics.listen:
             port = stack.enter_context(_page(configuration.metrics.listen, registries))
             _log.info("metrics at port %d", port)
@@ -89,6 +91,7 @@ async def _worker(
     listen: str,
     registries: list[CollectorRegistry],
     stopping: asyncio.Event,
+    at_once: asyncio.Event | None,
 ) -> AsyncIterator[str]:
     """A worker's server; the value is its address."""
     inner, info = built
@@ -104,7 +107,7 @@ async def _worker(
             try:
                 yield address
             finally:
-                await server.stop(configuration.server.drain_seconds, parts.settled)
+                await server.stop(configuration.server.drain_seconds, parts.settled, at_once)
         if watching.done():
             await watching
     finally:
@@ -126,7 +129,11 @@ async def _watch(engine: AsyncEngine, stopping: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def _gateway(
-    configuration: Configuration, name: str, addresses: Sequence[str], registries: list[CollectorRegistry]
+    configuration: Configuration,
+    name: str,
+    addresses: Sequence[str],
+    registries: list[CollectorRegistry],
+    at_once: asyncio.Event | None,
 ) -> AsyncIterator[str]:
     """A gateway's server; the value is its address. It is ready once there is a worker that answers."""
     settings = configuration.gateway
@@ -145,7 +152,7 @@ async def _gateway(
             yield address
         finally:
             welcoming.cancel()
-            await server.stop(configuration.server.drain_seconds)
+            await server.stop(configuration.server.drain_seconds, at_once=at_once)
             await service.close()
     finally:
         await workers.close()

@@ -11,11 +11,13 @@ from deepinfer_jax.checkpoint.default_model import DEFAULT_MODEL_NAME, default_m
 from deepinfer_jax.checkpoint.digest import weights_id
 from deepinfer_jax.checkpoint.reader import load_model
 from deepinfer_jax.checkpoint.subset import encoder_only, everything
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.engine_build import build_engine
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.model.params import backend_form
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.settings import EngineSettings
 from serving.configuration import Configuration, ModelSection
 from serving.model_info import model_info
 from serving.proto.deepinfer.v1.inference_pb2 import ModelInfo
@@ -44,6 +46,7 @@ def load_engine(configuration: Configuration, worker: str, progress: Callable[[s
     """
     section, settings, role = configuration.model, configuration.engine, configuration.server.role
     directory, numerics = model_directory(section), Numerics.preset(section.numerics)
+    _check_context(settings, ModelConfig.from_directory(directory))
     progress(f"reading {directory}")
     subset = encoder_only if settings.encoder_only else everything
     model, params = load_model(directory, numerics, subset=subset, form=backend_form)
@@ -71,6 +74,13 @@ def load_engine(configuration: Configuration, worker: str, progress: Callable[[s
         kv_handles=role == "decode",
     )
     return engine, info
+
+
+def _check_context(settings: EngineSettings, model: ModelConfig) -> None:
+    """Engines take the lesser of both; who asked for more must not learn that from refused requests."""
+    asked, most = settings.max_context, model.max_position_embeddings
+    if asked is not None and asked > most:
+        raise ConfigError("engine.max_context", asked, f"at most {most}, the model's max_position_embeddings")
 
 
 def _devices(shards: int) -> list[jax.Device] | None:

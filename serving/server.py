@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -16,7 +15,7 @@ from serving.call_guard import CallGuard
 from serving.channels import Options, server_options
 
 STOP_SECONDS = 0.5
-"""Given to calls that are cut off, so that their statuses reach the callers."""
+"""Given to calls that are refused at the end, so that their statuses reach the callers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +94,37 @@ class Server:
         """Tell health checks that work is welcome."""
         await self._say(health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self, grace: float, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def stop(
+        self,
+        grace: float,
+        settled: Callable[[], Awaitable[None]] | None = None,
+        at_once: asyncio.Event | None = None,
+    ) -> None:
         """Go down: unhealthy first, then no new work, then the end of what runs or of ``grace`` seconds.
 
-        ``settled``: waits for what is to be done besides, while calls that end old work are still taken.
+        Args:
+          grace: what runs then is refused.
+          settled: waits for what is to be done besides, while calls that end old work are still taken.
+          at_once: ends the grace once it is set.
         """
         await self._health.enter_graceful_shutdown()
         self.guard.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace):
-                await self.guard.idle()
-                if settled is not None:
-                    await settled()
-        await self._server.stop(STOP_SECONDS)
+        ending = asyncio.create_task(self._ended(settled))
+        hurried = asyncio.create_task((at_once or asyncio.Event()).wait())
+        try:
+            done, _ = await asyncio.wait((ending, hurried), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            if ending in done:
+                await ending
+        finally:
+            ending.cancel()
+            hurried.cancel()
+            self.guard.end()
+            await self._server.stop(STOP_SECONDS)
+
+    async def _ended(self, settled: Callable[[], Awaitable[None]] | None) -> None:
+        await self.guard.idle()
+        if settled is not None:
+            await settled()
 
     async def _say(self, status: Any) -> None:
         for name in ("", *self._names):

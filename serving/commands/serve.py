@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from serving.addresses import check_free
 from serving.configuration import ROLES, Configuration, load_configuration, merged, parse_override
 from serving.deployment import deploy, process_name
 from serving.loaded_engine import load_engine
@@ -76,7 +77,7 @@ def command(
     Role all does everything in one process. For many, start prefill workers (they compute prompts), decode workers
     (they answer) and a gateway, which clients call. Options win over the file. A server is ready once its health says
     SERVING, when all steps are compiled. SIGTERM or Ctrl-C ends it: unhealthy first, then no new requests, then the end
-    of those that run or of server.drain_seconds; a second signal ends it at once.
+    of those that run or of server.drain_seconds; a second signal ends it at once, with status 130.
     """
     tables: dict[str, Any] = functools.reduce(merged, map(parse_override, overrides), {})
     given: dict[str, dict[str, Any]] = {
@@ -97,30 +98,37 @@ def run(configuration: Configuration) -> None:
 
     Raises:
       ConfigError, CheckpointError: the server cannot be started.
+      KeyboardInterrupt: a second signal came, and what ran was refused.
     """
     name, server = process_name(configuration), configuration.server
+    check_free(server.listen, "server.listen")
+    if configuration.metrics.listen:
+        check_free(configuration.metrics.listen, "metrics.listen")
     start_logging(configuration.logging.level, configuration.logging.format, name, logging.StreamHandler())
     built = None
     if server.role != "gateway":
         # Before this process has the device, which some cannot share.
         configuration = dataclasses.replace(configuration, kv=available(configuration.kv, server.role))
         built = load_engine(configuration, name, lambda line: _log.info("starting: %s", line))
-    asyncio.run(_serve(configuration, name, built))
+    hurried = asyncio.run(_serve(configuration, name, built))
     _log.info("ended")
+    if hurried:
+        raise KeyboardInterrupt
 
 
-async def _serve(configuration: Configuration, name: str, built: Any) -> None:
-    loop, stopping, task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
-    assert task is not None
+async def _serve(configuration: Configuration, name: str, built: Any) -> bool:
+    """Serve until a signal comes. Returns whether another one came."""
+    loop, stopping, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
         if stopping.is_set():
-            task.cancel()
+            at_once.set()
         stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    await deploy(configuration, name, built, stopping)
+    await deploy(configuration, name, built, stopping, at_once=at_once)
+    return at_once.is_set()
 
 
 def _present(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

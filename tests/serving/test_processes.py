@@ -6,16 +6,21 @@ Workers of a tiny model, deterministic and exact, so that what goes on elsewhere
 import concurrent.futures
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
+from deepinfer_jax.errors import ConfigError
 from serving.client import Client
+from serving.configuration import load_configuration
 from serving.errors import UnavailableError
 from serving.events import Delta, Finished, Started
+from serving.loaded_engine import load_engine
 from serving.processes import Processes
 from tests.serving.process_clusters import (
     CONFIGURATION,
@@ -162,6 +167,25 @@ def test_a_gateway_that_is_told_to_end_finishes_what_it_has_and_takes_nothing_ne
     assert cluster.running["g"].popen.wait(60) == 0
 
 
+@pytest.mark.parametrize("name", ["d1", "g"])
+def test_a_second_signal_refuses_what_runs_and_ends_the_process_in_order(cluster, name):
+    running = cluster.client(name).generate(PROMPT, replace(LONG, max_tokens=4000), salt=b"o")
+    until(running, Delta)
+    process = cluster.running[name]
+    process.popen.terminate()
+    # Two signals that come together are one.
+    while not any(line["message"] == "stopping" for line in cluster.log(name)):
+        time.sleep(0.02)
+    process.popen.terminate()
+    with pytest.raises(UnavailableError) as refused:
+        list(running)
+    assert refused.value.reason == "DRAINING"
+    assert process.popen.wait(60) == 130
+    lines = process.log.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("{")] == []
+    assert cluster.log(name)[-1]["message"] == "ended"
+
+
 def test_one_process_does_everything_and_shows_its_metrics(model, tmp_path):
     path = tmp_path / "server.toml"
     path.write_text(CONFIGURATION, encoding="utf-8")
@@ -197,6 +221,25 @@ def test_wrong_configurations_end_with_one_sentence(tmp_path):
     path.write_text("[server]\nrole = 'gateway'\n", encoding="utf-8")
     ended = serve("--config", str(path))
     assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+
+
+def test_addresses_that_cannot_be_had_are_refused_before_anything_is_loaded(tmp_path):
     ended = serve("--role", "gateway", "--worker", "127.0.0.1:1", "--listen", f"unix:{tmp_path / 'none' / 's'}")
-    assert ended.returncode == 3
-    assert "'server.listen'" in ended.stderr.splitlines()[-1]
+    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+    assert f"there is no directory {tmp_path / 'none'}" in ended.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for role in ("all", "prefill"):
+            ended = serve("--role", role, "--model", str(tmp_path), "--listen", address)
+            assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+            assert f"'server.listen' is '{address}'; accepted: an address that is free" in ended.stderr
+        ended = serve("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--metrics", address)
+        assert (ended.returncode, ended.stderr.count("\n")) == (3, 1)
+        assert f"'metrics.listen' is '{address}'; accepted: an address that is free" in ended.stderr
+
+
+def test_more_context_than_the_model_has_is_refused_before_it_is_read(model):
+    configuration = load_configuration(None, {"model": {"directory": str(model)}, "engine": {"max_context": 4097}})
+    sentence = "'engine.max_context' is 4097; accepted: at most 4096, the model's max_position_embeddings"
+    with pytest.raises(ConfigError, match=sentence):
+        load_engine(configuration, "w", pytest.fail)

@@ -12,7 +12,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving.async_client import AsyncClient
 from serving.channels import MESSAGE_BYTES, RetryPolicy
 from serving.errors import (
-    CallCancelledError,
     InvalidRequestError,
     OverloadedError,
     ServerFaultError,
@@ -269,25 +268,41 @@ def test_a_server_is_idle_once_all_its_calls_have_ended():
     asyncio.run(end())
 
 
-def test_what_outlives_the_grace_is_cut_off():
+@pytest.mark.parametrize("hurried", [False, True])
+def test_what_outlives_the_grace_is_refused(hurried, caplog):
+    caplog.set_level(logging.INFO, "serving.calls")
+
     async def cut():
-        begun = asyncio.Event()
+        begun, at_once = asyncio.Event(), asyncio.Event()
 
         async def forever(call):
             begun.set()
             await asyncio.Event().wait()
 
         service = ScriptedService(forever)
-        async with started(service) as (server, target), AsyncClient(target) as client:
+        async with started(service) as (server, target), AsyncClient(target, retries=RetryPolicy(attempts=1)) as client:
             running = asyncio.create_task(client.complete((1,)))
             await begun.wait()
-            await server.stop(0.0)
-            with pytest.raises((UnavailableError, CallCancelledError)):
+            stopping = asyncio.create_task(server.stop(600.0 if hurried else 0.0, at_once=at_once))
+            if hurried:
+                await eventually(lambda: server.guard.draining)
+                assert not running.done()
+                at_once.set()
+            with pytest.raises(UnavailableError) as caught:
                 await running
+            await stopping
             assert server.guard.running == 0
-        return service
+        return service, caught.value
 
-    assert asyncio.run(cut()).cancelled == 1
+    service, error = asyncio.run(cut())
+    assert service.cancelled == 1
+    assert (error.reason, error.retry_after) == ("DRAINING", 1.0)
+    assert [record.reason for record in caplog.records if record.name == "serving.calls"] == ["DRAINING"]
+
+
+def test_a_handler_whose_own_time_passes_is_not_taken_for_the_end():
+    with in_thread(ScriptedService([TimeoutError()])) as target:
+        assert failure_of(target, REQUEST.SerializeToString()).reason == "DEADLINE_PASSED"
 
 
 def test_unknown_methods_are_unimplemented():
