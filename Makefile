@@ -103,7 +103,7 @@ test-all: ## run the tests with every supported Python found, in turn
 
 test-long: ## run the tests that are too long for every change
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \
-	"$$environment/bin/python" -m pytest -n 2 --dist loadfile -m slow $(ARGUMENTS)
+	"$$environment/bin/python" -m pytest -n 2 --dist loadfile -m slow -o timeout=7200 $(ARGUMENTS)
 
 lint: ## check style, format and types
 	@eval "$$SETUP"; environment=$$(environments first) || exit 1; \

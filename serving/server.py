@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from serving.call_guard import CallGuard
 from serving.channels import Options, server_options
+from serving.listener import Listener
 
 STOP_SECONDS = 0.5
 """Given to calls that are refused at the end, so that their statuses reach the callers."""
@@ -54,20 +55,13 @@ class Server:
           reflection_enabled: whether clients without the protocol's definitions can ask for them.
           options: of gRPC; None takes those for tokens.
         """
-        services = tuple(services)
-        self._names = tuple(service.name for service in services)
-        starting = {f"/{service.name}/{method}" for service in services for method in service.starting}
+        self._services, self._reflection_enabled = tuple(services), reflection_enabled
+        self._options = server_options() if options is None else options
+        self._names = tuple(service.name for service in self._services)
+        starting = {f"/{service.name}/{method}" for service in self._services for method in service.starting}
         self.guard = CallGuard(worker, frozenset(starting))
-        self._server = grpc.aio.server(
-            interceptors=(self.guard,), options=server_options() if options is None else options
-        )
-        for service in services:
-            service.add(service.servicer, self._server)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if reflection_enabled:
-            names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+        self._listener = Listener(self._make)
 
     async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listen; calls are taken from now on, though health says NOT_SERVING.
@@ -82,13 +76,8 @@ class Server:
         Raises:
           RuntimeError: the address cannot be had.
         """
-        if credentials is None:
-            port = self._server.add_insecure_port(address)
-        else:
-            port = self._server.add_secure_port(address, credentials)
         await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.start()
-        return port
+        return await self._listener.start(address, credentials)
 
     async def ready(self) -> None:
         """Tell health checks that work is welcome."""
@@ -119,7 +108,17 @@ class Server:
             ending.cancel()
             hurried.cancel()
             self.guard.end()
-            await self._server.stop(STOP_SECONDS)
+            await self._listener.stop(STOP_SECONDS)
+
+    def _make(self) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=(self.guard,), options=self._options)
+        for service in self._services:
+            service.add(service.servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._reflection_enabled:
+            names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        return server
 
     async def _ended(self, settled: Callable[[], Awaitable[None]] | None) -> None:
         await self.guard.idle()

@@ -111,8 +111,10 @@ class Cluster:
                 # One after the other: the first one's compiled steps serve the others.
                 self.running[name].wait_healthy(SECONDS)
         self.close()
+        end = time.monotonic() + SECONDS
         for name, member in self.members.items():
             while member.workers and len(self.client(name).load().shards) < len(member.workers):
+                assert time.monotonic() < end, f"gateway {name} has not found all of its workers"
                 time.sleep(0.05)
 
     def close(self):
