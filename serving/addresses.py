@@ -12,7 +12,8 @@ from typing import Any
 from deepinfer_jax.errors import ConfigError
 
 _HOST_PORT = re.compile(r"(\[[^\]]+\]|[^\[\]:/]+):(\d{1,5})")
-_UNIX = "unix:"
+UNIX = "unix:"
+"""How addresses of sockets in the file system begin."""
 ACCEPTED = "HOST:PORT, [IPV6]:PORT or unix:PATH"
 
 
@@ -41,14 +42,19 @@ def check_address(address: str, key: str, *, plaintext: bool) -> None:
     Raises:
       ConfigError: it is no address, or one that other machines reach although ``plaintext`` is False.
     """
-    if address.startswith(_UNIX):
-        if not address.removeprefix(_UNIX):
+    if address.startswith(UNIX):
+        if not address.removeprefix(UNIX):
             raise ConfigError(key, address, ACCEPTED)
         return
     host, _ = split_address(address, key)
     if not (plaintext or is_loopback(host)):
         accepted = "an address of this machine alone: 127.0.0.1, [::1], localhost or unix:PATH"
         raise ConfigError(key, address, accepted, "give --allow-plaintext where the network itself is trusted")
+
+
+def bound(address: str, port: int) -> str:
+    """An address that is listened on: its port may have been any, and is this one."""
+    return address if address.startswith(UNIX) else f"{address.rpartition(':')[0]}:{port}"
 
 
 def check_free(address: str, key: str) -> None:
@@ -61,7 +67,7 @@ def check_free(address: str, key: str) -> None:
     Raises:
       ConfigError: it cannot be had.
     """
-    if address.startswith(_UNIX):
+    if address.startswith(UNIX):
         _check_free_path(address, key)
         return
     host, port = split_address(address, key)
@@ -77,7 +83,7 @@ def check_free(address: str, key: str) -> None:
 
 
 def _check_free_path(address: str, key: str) -> None:
-    path = Path(address.removeprefix(_UNIX))
+    path = Path(address.removeprefix(UNIX))
     if not path.parent.is_dir():
         raise ConfigError(key, address, "a path in a directory that exists", f"there is no directory {path.parent}")
     if path.exists() and not path.is_socket():

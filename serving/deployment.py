@@ -15,7 +15,7 @@ from deepinfer_jax.async_engine import AsyncEngine, EngineClosedError
 from deepinfer_jax.engine import Engine
 from deepinfer_jax.errors import ConfigError
 from deepinfer_jax.text.tokenizer import Tokenizer
-from serving.addresses import split_address
+from serving.addresses import UNIX, bound, split_address
 from serving.configuration import Configuration
 from serving.discovery import Discovery
 from serving.gateway import GatewayService
@@ -27,7 +27,6 @@ from serving.worker_services import worker_services
 from serving.workers import Workers
 
 _log = logging.getLogger("serving.deployment")
-_UNIX = "unix:"
 _WATCH_SECONDS = 1.0
 
 
@@ -68,7 +67,7 @@ async def deploy(
             if role == "all":
                 # The gateway speaks to the engine's services as it would to those of another process.
                 place = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepinfer-"))
-                workers = (f"{_UNIX}{Path(place, 'worker')}",)
+                workers = (f"{UNIX}{Path(place, 'worker')}",)
             own = listen if role != "all" else workers[0]
             worker = _worker(configuration, name, built, own, registries, stopping, at_once)
             address = await stack.enter_async_context(worker)
@@ -170,20 +169,20 @@ async def _start(server: Server, listen: str) -> str:
         port = await server.start(listen)
     except RuntimeError as error:
         raise ConfigError("server.listen", listen, "an address that is free", str(error)) from error
-    return listen if listen.startswith(_UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+    return bound(listen, port)
 
 
 def _host(configuration: Configuration) -> str:
     """Where other workers reach this machine; that of a socket in the file system is reached from here alone."""
     address = configuration.server.advertise or configuration.server.listen
-    return "127.0.0.1" if address.startswith(_UNIX) else split_address(address, "server.listen")[0]
+    return "127.0.0.1" if address.startswith(UNIX) else split_address(address, "server.listen")[0]
 
 
 def _bulk_uris(configuration: Configuration, address: str) -> list[str]:
     """Where decode workers fetch this worker's states."""
     advertised = configuration.server.advertise
-    if address.startswith(_UNIX) and not advertised:
-        return [f"grpc+unix://{Path(address.removeprefix(_UNIX)).absolute()}"]
+    if address.startswith(UNIX) and not advertised:
+        return [f"grpc+unix://{Path(address.removeprefix(UNIX)).absolute()}"]
     return [f"grpc://{advertised or address}"]
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import grpc
 
+from serving.addresses import UNIX, bound
+
 _log = logging.getLogger("serving.listener")
 
-_UNIX = "unix:"
 _LOOK_SECONDS = 0.25
 # So long a server that was given up may take to remove its socket, which must not be its successor's.
 _REMOVAL_SECONDS = 2.0
@@ -44,9 +45,7 @@ class Listener:
           RuntimeError: the address cannot be had.
         """
         port = await self._open(address, credentials)
-        if not address.startswith(_UNIX):
-            address = f"{address.rpartition(':')[0]}:{port}"
-        self._keeping = asyncio.create_task(self._keep(address, credentials))
+        self._keeping = asyncio.create_task(self._keep(bound(address, port), credentials))
         return port
 
     async def stop(self, grace: float) -> None:
@@ -83,10 +82,10 @@ class Listener:
                 await self._open_again(address, credentials)
 
     async def _open_again(self, address: str, credentials: grpc.ServerCredentials | None) -> None:
-        if address.startswith(_UNIX):
+        if address.startswith(UNIX):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REMOVAL_SECONDS):
-                    while Path(address.removeprefix(_UNIX)).exists():
+                    while Path(address.removeprefix(UNIX)).exists():
                         await asyncio.sleep(0.01)
         while True:
             try:

@@ -21,8 +21,14 @@ DECODERS = ("decode", "all")
 # Workers that differ in one of these would answer the same request differently, or cannot exchange state.
 # What people know something by comes before the fingerprint, which depends on most of it.
 _COMPARED = (
-    *("weights_id", "vocabulary", "numerics", "page_tokens"),
-    *("keep", "replay_mode", "deterministic", "fingerprint"),
+    "weights_id",
+    "vocabulary",
+    "numerics",
+    "page_tokens",
+    "keep",
+    "replay_mode",
+    "deterministic",
+    "fingerprint",
 )
 
 

@@ -127,6 +127,22 @@ def test_workers_come_drain_return_and_go():
     asyncio.run(ask())
 
 
+def test_what_people_know_a_difference_by_is_said_before_the_fingerprint():
+    one, two = decoder("one"), decoder("two")
+    two.info.fingerprint, two.info.page_tokens = "1" * 64, 32
+
+    async def ask():
+        async with (
+            serving(*one.services()) as (_, first),
+            serving(*two.services()) as (_, second),
+            following(Discovery([first, second])) as workers,
+        ):
+            return [worker.trouble for worker in workers if worker.trouble]
+
+    (trouble,) = asyncio.run(ask())
+    assert trouble in ("its page_tokens is 32, that of one is 16", "its page_tokens is 16, that of two is 32")
+
+
 def test_a_worker_that_ends_and_comes_back_with_other_weights_is_refused_beside_others():
     one, two = decoder("one"), decoder("two")
 
