@@ -24,6 +24,7 @@ from serving.errors import (
 )
 from serving.event_messages import delta_event, prompt_logprobs_event
 from serving.generate_call import GenerateCall
+from serving.held_state import HeldState
 from serving.kv_sections import StatePlan
 from serving.kv_transport import TransportError
 from serving.proto.deepinfer.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -264,35 +265,55 @@ def test_releasing_ends_a_computation_and_a_state():
     asyncio.run(run())
 
 
+async def receive_first(workers, released):
+    """Have a prompt answered whose engine ends the step that hands it over only behind the event of its release."""
+
+    def hold_news(engine):
+        step = engine.step
+
+        def late():
+            news = step()
+            assert not any(output.finish_reason for output in news) or released.wait(60)
+            return news
+
+        engine.step = late
+
+    await workers.prefill_engine.call(hold_news)
+    prompt = workers.begin(CALL)
+    handle = (await workers.next(prompt)).accepted.kv
+    answering = asyncio.create_task(workers.collect(workers.go_on(CALL, handle), CALL))
+    await eventually(lambda: workers.worker.leases.counts.released == 1)
+    released.set()
+    while (event := await workers.next(prompt)) is not None:
+        last = event
+    assert last.done.kv.kv_id == handle.kv_id
+    assert last.done.receipt.prefill_worker == "prefill"
+    (wanted,) = alone("f32", "compact", Request(CALL.prompt, GREEDY))
+    assert [*delta_event(last.done.first).tokens, *(await answering).tokens] == wanted.tokens
+
+
 def test_a_state_may_be_received_before_its_prompt_is_said_to_be_done(shared):
     """The engine's step goes on, perhaps for long, behind the state that it has handed over."""
 
     async def run():
         async with split("f32", "compact", shared=shared) as workers:
-            told = threading.Event()
+            await receive_first(workers, threading.Event())
 
-            def hold_news(engine):
-                step = engine.step
+    asyncio.run(run())
 
-                def late():
-                    news = step()
-                    assert not any(output.finish_reason for output in news) or told.wait(60)
-                    return news
 
-                engine.step = late
+def test_a_state_may_be_received_before_its_holder_knows_that_it_is_whole(tmp_path, monkeypatch):
+    """A file has all of it at once; the thread that wrote it may be late to say so."""
+    released, seal_end = threading.Event(), HeldState._seal_end
 
-            await workers.prefill_engine.call(hold_news)
-            prompt = workers.begin(CALL)
-            handle = (await workers.next(prompt)).accepted.kv
-            answer = await workers.collect(workers.go_on(CALL, handle), CALL)
-            await eventually(lambda: workers.worker.leases.counts.released == 1)
-            told.set()
-            while (event := await workers.next(prompt)) is not None:
-                last = event
-            assert last.done.kv.kv_id == handle.kv_id
-            assert last.done.receipt.prefill_worker == "prefill"
-            (wanted,) = alone("f32", "compact", Request(CALL.prompt, GREEDY))
-            assert [*delta_event(last.done.first).tokens, *answer.tokens] == wanted.tokens
+    def late(state, first, stop):
+        seal_end(state, first, stop)
+        assert released.wait(60)
+
+    async def run():
+        async with split("f32", "compact", shared=tmp_path) as workers:
+            monkeypatch.setattr(HeldState, "_seal_end", late)
+            await receive_first(workers, released)
 
     asyncio.run(run())
 
